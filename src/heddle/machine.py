@@ -34,7 +34,7 @@ from heddle.numerics.kernels import kernels
 from heddle.numerics.linear import DEFAULT_WAYS, LARGE_ELEMENTS, WayKey, pack_maps, packed_linear, way_name
 from heddle.numerics.native.races import RACES
 from heddle.progress import print_status
-from heddle.runtime import DEFAULT_CHOICES, EARLIER_CHOICES, Choices, Runtime, hardware, medium_is_exact
+from heddle.runtime import DEFAULT_CHOICES, EARLIER_CHOICES, Choices, Runtime, hardware, medium_is_exact, with_choices
 from heddle.session import ALL_NEEDS
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.lock import wait_for_lock
@@ -96,6 +96,19 @@ def measured_choices(
         return choices_from(measured_facts(threads, needs, seconds=seconds))
     except (ConfigError, MachineError):  # no home, or a full disk
         return DEFAULT_CHOICES
+
+
+def with_measured_choices(
+    runtime: Runtime, threads: int | None, needs: Collection[str], seconds: float | None = None
+) -> Runtime:
+    """Use the fastest kernels of this CPU, measured now unless they are known: up to minutes, once per machine.
+
+    Called when a verb has checked its input. needs: the measurements that it needs. GPUs and deterministic runs keep
+    the defaults. seconds: in which it must end; None: no limit.
+    """
+    if runtime.device != "cpu" or runtime.deterministic:
+        return runtime
+    return with_choices(runtime, measured_choices(threads, needs, seconds))
 
 
 def _choices_of_file(path: Path) -> Choices:

@@ -1,7 +1,7 @@
 """Process setup for verbs: device, threads, kernels and the user's own parts."""
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ def open_session(
 ) -> "Runtime":
     """Set up the process for a verb; closing `stack` undoes it. device: overrides the settings' device.
 
-    choices: for a CPU's kernels, else the defaults (see `with_measured_choices`).
+    choices: for a CPU's kernels, else the defaults (see `heddle.machine.with_measured_choices`).
     """
     from heddle import progress
     from heddle.data.cache import use_own_compile_cache
@@ -50,22 +50,6 @@ def open_session(
         progress.print_status(f"{runtime.device}: float32 matmuls in TF32, with 10 mantissa bits instead of 23")
     stack.enter_context(force_kernels(**parse_kernels(kernels)))
     return runtime
-
-
-def with_measured_choices(
-    runtime: "Runtime", threads: int | None, needs: Collection[str], seconds: float | None = None
-) -> "Runtime":
-    """Use the fastest kernels of this CPU, measured now unless they are known: up to minutes, once per machine.
-
-    Called when a verb has checked its input. needs: the measurements of `heddle.machine` that it needs. GPUs and
-    deterministic runs keep the defaults. seconds: in which it must end; None: no limit.
-    """
-    if runtime.device != "cpu" or runtime.deterministic:
-        return runtime
-    from heddle.machine import measured_choices
-    from heddle.runtime import with_choices
-
-    return with_choices(runtime, measured_choices(threads, needs, seconds))
 
 
 def load_parts(files: Iterable[Path]) -> None:

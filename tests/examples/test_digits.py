@@ -9,7 +9,8 @@ import torch
 
 from examples import digits
 from heddle.parts.layout import Layout
-from heddle.parts.positions.axial_rope import AxialRopeConfig, recover_coordinates
+from heddle.parts.positions.axial_rope import AxialRopeConfig
+from tests.parts.recovered_coordinates import recover_coordinates
 
 
 def test_rows_are_images() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from heddle.config import Config
 from heddle.laws import LAWS, LawViolation
-from heddle.model.decoder import Decoder, Layer, encode
+from heddle.model.decoder import Decoder, Layer
 from heddle.model.embedding import Embedding, Head
 from heddle.model.initialization import initialize_module
 from heddle.model.multi_token import MultiTokenModule, _tokens_ahead, predictions
@@ -934,7 +934,7 @@ BUGS = [
         wrapped(Decoder._check_encoder_output, lambda check, decoder, output, batch:
                 check(decoder, None if decoder.encoder_width is None else output, batch))),
     Bug("padding of the source not marked in the encoder output", "cross_attention", "encoder",
-        result(encode, lambda output: replace(output, is_token=None))),
+        result(Decoder.encode, lambda output: replace(output, is_token=None))),
     Bug("the second state of a pair discarded", "chunked_decoding", "pair-windows",
         calls(Pair.forward, "second", lambda pair, x, layout, state: pair.second(x, layout, None))),
     Bug("a position table sized for the first mixer of a pair", "chunked_decoding", "pair-windows",

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError, parse_config
-from heddle.errors import ConfigError
 from heddle.laws.harness import (
     assert_close,
     forward_no_grad,
@@ -20,8 +19,9 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.parts.layout import Layout
-from heddle.parts.positions.axial_rope import AxialRope, AxialRopeConfig, recover_coordinates
+from heddle.parts.positions.axial_rope import AxialRope, AxialRopeConfig
 from tests.cases import alone, attention, case, design, layer
+from tests.parts.recovered_coordinates import recover_coordinates
 
 COORDINATES: list[list[list[float]]] = [[[0, 0], [3, 1], [2.5, -7], [-40, 11]], [[5, 5], [0, -1], [900, 2], [1, 0.25]]]
 LAYOUTS = ("half", "interleaved")
@@ -109,14 +109,6 @@ def test_coordinates_are_recovered_up_to_the_slowest_period() -> None:
     torch.testing.assert_close(
         recover_coordinates(rotation, x, rotated(rotation, x, coordinates)), want, rtol=0, atol=1e-10
     )
-
-
-def test_errors_of_recover_coordinates() -> None:
-    x = torch.randn(1, 1, 2, 16)
-    with pytest.raises(ConfigError, match=r"^recover_coordinates:.*\[1, 1, 2, 16\].*\[1, 1, 1, 16\]"):
-        recover_coordinates(built(), x, x[:, :, :1])
-    with pytest.raises(ConfigError, match=r"^recover_coordinates:"):
-        recover_coordinates(built(inv_freq=(0.0,) * 4), x, x)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from heddle.config import kinds
-from heddle.lab.coordinate_check import activation_changes
 from heddle.model.load_config import apply_override, load_config
 from heddle.training import width_transfer
 from heddle.training.optimizer import ParameterScale, build_optimizer
 from heddle.training.width_transfer import WidthTransfer, transfer_over_width
 from tests.cases import attention, design, layer, written
 from tests.training import coordinates
-from tests.training.coordinates import BASE, BATCH, growth, not_flat
+from tests.training.coordinates import BASE, BATCH, activation_changes, growth, not_flat
 
 WIDTHS = (32, 64, 128, 256)
 NARROW = (32, 128)

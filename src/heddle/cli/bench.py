@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from heddle.errors import ConfigError, MachineError
 from heddle.progress import format_amount, print_status, print_text, terminal_safe
-from heddle.session import ALL_NEEDS, open_session, with_measured_choices
+from heddle.session import ALL_NEEDS, open_session
 from heddle.settings import Argument, Json, Option, SessionSettings, TrainingPrecision, parse_length
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
@@ -71,6 +71,7 @@ def bench(settings: BenchSettings) -> None:
             run_bench,
         )
         from heddle.lab.compare.plan import load_entries, split_designs
+        from heddle.machine import with_measured_choices
         from heddle.model.load_config import with_vocab_size
 
         entries = load_entries(*split_designs(settings.designs))

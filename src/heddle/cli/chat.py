@@ -13,7 +13,7 @@ from heddle.cli.serve import check_installed, load_any
 from heddle.errors import ConfigError, DataError
 from heddle.progress import print_status, print_text, print_warning
 from heddle.serving.limits import ChatSettings
-from heddle.session import GENERATION_NEEDS, dtype_of, open_session, with_measured_choices
+from heddle.session import GENERATION_NEEDS, dtype_of, open_session
 from heddle.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def chat(settings: ChatSettings) -> None:
         check_installed()
     with ExitStack() as stack:
         runtime = open_session(stack, settings, kernels=settings.kernel)
+        from heddle.machine import with_measured_choices
         from heddle.serving.engine import Engine
         from heddle.serving.limits import ServerLimits
         from heddle.serving.requests import RequestReader

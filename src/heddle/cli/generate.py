@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from heddle.cli.serve import require_causal
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.progress import print_status, print_text
-from heddle.session import GENERATION_NEEDS, dtype_of, open_session, with_measured_choices
+from heddle.session import GENERATION_NEEDS, dtype_of, open_session
 from heddle.settings import Argument, Deterministic, Json, Kernel, Option, Precision, SessionSettings, Tf32, shared
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def generate(settings: GenerateSettings) -> None:
         )
         from heddle.generation.generate import check_decoding
         from heddle.generation.generate import generate as generate_texts
+        from heddle.machine import with_measured_choices
         from heddle.storage.model import load
 
         run, dtype, bits = settings.run, dtype_of(settings.precision), _bits_of(settings.weights)

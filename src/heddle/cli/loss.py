@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.progress import print_text, print_warning, progress_bar
-from heddle.session import dtype_of, open_session, with_measured_choices
+from heddle.session import dtype_of, open_session
 from heddle.settings import Argument, Json, Option, Precision, SessionSettings, parse_length, parse_tokens
 from heddle.training.settings import Data
 
@@ -75,6 +75,8 @@ def loss(settings: LossSettings) -> None:
             raise ConfigError(f"{option} {value}: must be at least 1")
     with ExitStack() as stack:
         runtime = open_session(stack, settings)
+        from heddle.machine import with_measured_choices
+
         sources = _open(settings)
         with_measured_choices(runtime, settings.threads, ("products", "native"))
         usual = min(

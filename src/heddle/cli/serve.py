@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from heddle.errors import CheckpointError, ConfigError, pip_install
 from heddle.progress import print_status, print_text
 from heddle.serving.limits import ServeSettings
-from heddle.session import GENERATION_NEEDS, dtype_of, open_session, with_measured_choices
+from heddle.session import GENERATION_NEEDS, dtype_of, open_session
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ def serve(settings: ServeSettings) -> None:
     check_installed()
     with ExitStack() as stack:
         runtime = open_session(stack, settings, kernels=settings.kernel)
+        from heddle.machine import with_measured_choices
         from heddle.serving.app import Access, Application
         from heddle.serving.chat_page import add_chat_page
         from heddle.serving.engine import Engine

@@ -141,11 +141,6 @@ def exported_design(design: ModelConfig, config: dict[str, Any], family: Family)
     return exported if modules is None else exported.replace(multi_token=modules)
 
 
-def rank_families(design: ModelConfig, preferred: str | None = None) -> list[FamilyMatch]:
-    """Every family but heddle's own, the nearest first."""
-    return sorted(_matches(design, preferred), key=_total_weight)
-
-
 def _matches(design: ModelConfig, preferred: str | None) -> Iterator[FamilyMatch]:
     """The match of every family but heddle's own: `preferred`, then the others in order of priority.
 
@@ -210,7 +205,7 @@ def match_report(design: ModelConfig, preferred: str | None = None) -> MatchRepo
     preferred: the family that the model was imported from, as in `best_match`.
     """
     matches = []
-    for match in sorted(_matches(design, preferred), key=lambda match: match.family.model_type != preferred):
+    for match in _matches(design, preferred):
         if not match.mismatches:
             return MatchReport(match.architecture)
         matches.append(match)

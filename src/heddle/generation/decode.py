@@ -19,6 +19,55 @@ from heddle.model.state import State
 from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, device_type
 from heddle.numerics.linear import ProductTable
 
+# Steps between two reads of the tokens. On a GPU each read waits for all steps before it; steps past a row's end are
+# discarded. On a CPU a read costs nothing, and text is shown token by token.
+STEPS_PER_READ = DeviceSize(cpu=1, accelerator=16)
+MIN_GRAPH_TOKENS = 4  # recording a graph takes about as long as a step
+
+
+class DecodingFacts(NamedTuple):
+    """What the way of decoding is chosen by. refusal: why no graph can be recorded, once that is known."""
+
+    device: str
+    tokens: int
+    is_compiled: bool = False
+    refusal: str | None = None
+
+
+def decode(
+    model: Decoder, request: GenerationRequest, finished: list[bool], runner: ModelRunner | None = None
+) -> NewTokens:
+    """Yield one new token per row at each step. The caller marks rows in `finished` when they need no more tokens.
+
+    runner: the model's runner, to share its packed weights between calls. A sharded model always takes all
+    `max_new_tokens` steps: each rank chooses the tokens itself, and all ranks must run equally many forward passes.
+    """
+    runner = runner or ModelRunner(model)
+    with eval_mode(model):
+        hidden, state = prefill(runner, request)
+        block_size = STEPS_PER_READ.on(hidden)
+        refusal = "the ranks gather the weights at each step" if runner.is_sharded else None
+        facts = DecodingFacts(device_type(hidden), request.max_new_tokens, request.compile_decoding, refusal)
+        steps = DECODING.choose(facts).run(runner, request, hidden, state)
+        while block := list(islice(steps, block_size)):
+            for tokens in torch.stack(block).tolist():
+                check_chosen(tokens)
+                yield list(enumerate(tokens))
+                if all(finished) and not runner.is_sharded:
+                    return
+
+
+def _eager_steps(runner: ModelRunner, request: GenerationRequest, hidden: Tensor, state: State) -> Iterator[Tensor]:
+    """Yield the next tokens of all rows, int64 [B], at each step; −1 where logits are not finite."""
+    for step in range(request.max_new_tokens):
+        position = torch.full((), step, device=hidden.device)
+        tokens = request.sampler.choose(runner.logits(hidden, request), position)
+        yield tokens
+        if step + 1 < request.max_new_tokens:
+            all_hidden, state = runner.forward(tokens.clamp(min=0)[:, None], None, state)
+            hidden = all_hidden[:, -1]
+
+
 # Record the kernels of a step once, and replay them all by one call: a CUDA graph.
 
 
@@ -222,55 +271,6 @@ def pinned_steps(
             is_loaded = True
         count += 1
         yield decoder.tokens.clone()
-
-
-# Steps between two reads of the tokens. On a GPU each read waits for all steps before it; steps past a row's end are
-# discarded. On a CPU a read costs nothing, and text is shown token by token.
-STEPS_PER_READ = DeviceSize(cpu=1, accelerator=16)
-MIN_GRAPH_TOKENS = 4  # recording a graph takes about as long as a step
-
-
-class DecodingFacts(NamedTuple):
-    """What the way of decoding is chosen by. refusal: why no graph can be recorded, once that is known."""
-
-    device: str
-    tokens: int
-    is_compiled: bool = False
-    refusal: str | None = None
-
-
-def decode(
-    model: Decoder, request: GenerationRequest, finished: list[bool], runner: ModelRunner | None = None
-) -> NewTokens:
-    """Yield one new token per row at each step. The caller marks rows in `finished` when they need no more tokens.
-
-    runner: the model's runner, to share its packed weights between calls. A sharded model always takes all
-    `max_new_tokens` steps: each rank chooses the tokens itself, and all ranks must run equally many forward passes.
-    """
-    runner = runner or ModelRunner(model)
-    with eval_mode(model):
-        hidden, state = prefill(runner, request)
-        block_size = STEPS_PER_READ.on(hidden)
-        refusal = "the ranks gather the weights at each step" if runner.is_sharded else None
-        facts = DecodingFacts(device_type(hidden), request.max_new_tokens, request.compile_decoding, refusal)
-        steps = DECODING.choose(facts).run(runner, request, hidden, state)
-        while block := list(islice(steps, block_size)):
-            for tokens in torch.stack(block).tolist():
-                check_chosen(tokens)
-                yield list(enumerate(tokens))
-                if all(finished) and not runner.is_sharded:
-                    return
-
-
-def _eager_steps(runner: ModelRunner, request: GenerationRequest, hidden: Tensor, state: State) -> Iterator[Tensor]:
-    """Yield the next tokens of all rows, int64 [B], at each step; −1 where logits are not finite."""
-    for step in range(request.max_new_tokens):
-        position = torch.full((), step, device=hidden.device)
-        tokens = request.sampler.choose(runner.logits(hidden, request), position)
-        yield tokens
-        if step + 1 < request.max_new_tokens:
-            all_hidden, state = runner.forward(tokens.clamp(min=0)[:, None], None, state)
-            hidden = all_hidden[:, -1]
 
 
 def _graph_steps(runner: ModelRunner, request: GenerationRequest, hidden: Tensor, state: State) -> Iterator[Tensor]:

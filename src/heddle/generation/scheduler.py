@@ -209,7 +209,7 @@ class BatchScheduler:
 
     def _end_at_limit(self) -> list[NextToken]:
         """End rows whose next token has no position, so that the other rows of the step go on."""
-        limit, results = self._runner.model.position_limit, []
+        limit, results = self._runner.model.config.position_limit, []
         for row in (*self._rows, *self._joining):
             if limit is not None and not row.has_left and len(row.request.prompt_ids[0]) + row.tokens > limit:
                 row.has_left = True

@@ -223,7 +223,7 @@ def _cell_bytes(kept: Kept, size: Size) -> int:
     return token * cells(kept.window, size.context_length) + state * torch.float32.itemsize
 
 
-def cells(window: int | None, context_length: int, ubatch: int = UBATCH) -> int:
+def cells(window: int | None, context_length: int) -> int:
     """Cells of a layer of llama.cpp for one sequence. A window's cache has room for the tokens computed at once."""
     every = -(-context_length // CELLS) * CELLS
-    return every if window is None else -(-min(every, window + ubatch) // CELLS) * CELLS
+    return every if window is None else -(-min(every, window + UBATCH) // CELLS) * CELLS

@@ -56,7 +56,7 @@ class ReferenceState:
         self.state = new_state(model, rows, cache_length, rollback)
         self.rows: list[list[TokenRead]] = [[] for _ in range(rows)]
 
-    def feed(self, tokens: Tensor, what: str, layout: Layout | None = None, tolerance: float = 1e-10) -> None:
+    def feed(self, tokens: Tensor, what: str, layout: Layout | None = None) -> None:
         """Read tokens [B, T] and compare each output with a call on the full sequences without a state."""
         try:
             hidden, self.state = forward_with_state(self.model, self.state, tokens, layout)
@@ -72,9 +72,7 @@ class ReferenceState:
         for row, pairs in enumerate(real):
             if pairs:
                 here, there = (list(column) for column in zip(*pairs, strict=True))
-                assert_close(
-                    hidden[row : row + 1, here], recomputed[row : row + 1, there], f"{what}, row {row}", tolerance
-                )
+                assert_close(hidden[row : row + 1, here], recomputed[row : row + 1, there], f"{what}, row {row}", 1e-10)
 
     def recomputed(self) -> Tensor:
         """Hidden states of all sequences, in one call without a state, padded on the right."""

@@ -38,42 +38,6 @@ from heddle.parts.positions import Rotation
 from heddle.parts.residuals import Stream
 from heddle.parts.states import LayerState, MixerState, StateSpec
 
-# The encoder of an encoder-decoder design: source tokens -> the hidden states that cross-attention reads.
-
-
-def encoder_config(config: ModelConfig, encoder_width: int | None) -> ModelConfig | None:
-    """Return the encoder's design with its vocab_size set. Raises DesignError if no layer can read its output."""
-    encoder = config.encoder
-    if encoder is None:
-        return None
-    if encoder_width is None:
-        raise DesignError("encoder", "no layer reads its output; add a cross_attention mixer, or leave it out")
-    if encoder.width != encoder_width:
-        reason = f"{encoder.width} is not the encoder_width = {encoder_width} of the layers; make them equal"
-        raise DesignError("encoder.width", reason)
-    return encoder if encoder.vocab_size is not None else encoder.replace(vocab_size=config.vocab_size)
-
-
-def check_encoder(encoder: "Decoder") -> None:
-    """Raise DesignError for an encoder with cross-attention."""
-    if encoder.encoder_width is not None:
-        raise DesignError("layers", "an encoder has no encoder output to read; remove its cross_attention")
-
-
-def encode(encoder: "Decoder | None", source: Tensor, layout: Layout | None) -> EncoderOutput:
-    """source int64 [B, S] -> the encoder's hidden states, with its padding marked.
-
-    Raises ConfigError without an encoder, or if rows hold several documents: cross-attention would read all of them.
-    """
-    if encoder is None:
-        raise ConfigError("encoder: this design has none; pass your own vectors to layout.with_encoder_output(...)")
-    layout = None if layout is None else layout.checked()
-    if layout is not None and layout.segment_ids is not None:
-        raise ConfigError("source: packed documents would be read as one; put each in its own row")
-    hidden, _ = encoder(source, layout)
-    return EncoderOutput(hidden, is_token=None if layout is None or layout.padding is None else ~layout.padding)
-
-
 LENGTH_DEPENDENT = "a rotary embedding of this design depends on the final length of the text"
 
 
@@ -295,11 +259,19 @@ class Decoder(nn.Module):
                     raise DesignError(f"{self.config.shared_entry(paths[index])}.shared", reason)
 
     def _build_encoder(self, config: ModelConfig, distinct_layers_only: bool) -> "Decoder | None":
-        inner = encoder_config(config, self.encoder_width)
+        """The encoder, with its vocab_size set. Raises DesignError if no layer can read its output."""
+        inner = config.encoder
         if inner is None:
             return None
+        if self.encoder_width is None:
+            raise DesignError("encoder", "no layer reads its output; add a cross_attention mixer, or leave it out")
+        if inner.width != self.encoder_width:
+            reason = f"{inner.width} is not the encoder_width = {self.encoder_width} of the layers; make them equal"
+            raise DesignError("encoder.width", reason)
+        inner = inner if inner.vocab_size is not None else inner.replace(vocab_size=config.vocab_size)
         encoder = build_under("encoder", Decoder, inner, distinct_layers_only)
-        build_under("encoder", check_encoder, encoder)
+        if encoder.encoder_width is not None:
+            raise DesignError("encoder.layers", "an encoder has no encoder output to read; remove its cross_attention")
         return encoder
 
     def _build_multi_token(self) -> list[MultiTokenModule]:
@@ -400,9 +372,14 @@ class Decoder(nn.Module):
         Pass it to `layout.with_encoder_output` or `init_state(encoder_output=...)`. Raises ConfigError if the design
         has no encoder, or if a row of `layout` holds several documents.
         """
-        if self.encoder is not None:
-            self.encoder.checkpointing = self.checkpointing
-        return encode(self.encoder, source, layout)
+        if self.encoder is None:
+            raise ConfigError("encoder: this design has none; pass your own vectors to layout.with_encoder_output(...)")
+        self.encoder.checkpointing = self.checkpointing
+        layout = None if layout is None else layout.checked()
+        if layout is not None and layout.segment_ids is not None:
+            raise ConfigError("source: packed documents would be read as one; put each in its own row")
+        hidden, _ = self.encoder(source, layout)
+        return EncoderOutput(hidden, is_token=None if layout is None or layout.padding is None else ~layout.padding)
 
     @torch.no_grad()  # a state carries no gradient, even if the encoder output does
     def init_state(
@@ -490,11 +467,6 @@ class Decoder(nn.Module):
             reason = "is missing; give layout.with_encoder_output(...), or init_state(..., encoder_output=...)"
             raise ConfigError(f"encoder_output: {reason}")
         encoder_output.check(self.encoder_width, batch)
-
-    @property
-    def position_limit(self) -> int | None:
-        """The design's `position_limit`."""
-        return self.config.position_limit
 
     def forward(
         self, tokens: Tensor, layout: Layout | None = None, state: State | None = None

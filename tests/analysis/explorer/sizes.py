@@ -1,10 +1,11 @@
 """The size of a design from the formulas of its parts, as the explorer computes it."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from heddle.config import Part, kind_class
-from heddle.lab.explore.formulas import Formulas, formulas_of, model_formulas, values_of
+from heddle.lab.explore.formulas import Formulas, Refusal, _function, _value, formulas_of, model_formulas, values_of
 from heddle.model.config import DistinctLayer, ModelConfig
 
 WIDE = 4  # bytes of a number that is float32 at least
@@ -36,10 +37,10 @@ def declared_size(config: ModelConfig, tokens: int, element_bytes: int = WIDE) -
     final = formulas_of(config.residual.slot, config.residual.kind)
     if final is None:
         return None
-    _accumulate(sums, final.final_costs_of(values_of(config.residual) | surroundings), 1)
+    _accumulate(sums, evaluated(final.final, values_of(config.residual) | surroundings), 1)
     if config.embedding.position is not None:
         _accumulate(sums, _costs(config.embedding.position, surroundings) or (0,) * 5, 1)
-    _accumulate(sums, model_formulas().costs_of(_around_layers(config) | surroundings), 1)
+    _accumulate(sums, costs_of(model_formulas(), _around_layers(config) | surroundings), 1)
     parameters, inactive, flops, cached, recurrent = sums
     return DeclaredSize(parameters, parameters - inactive, flops, cached * element_bytes + recurrent * WIDE)
 
@@ -58,6 +59,38 @@ def _around_layers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def evaluated(formulas: tuple[Any, ...], values: dict[str, Any]) -> tuple[int, ...]:
+    """The values of formulas, rounded."""
+    return tuple(round(_compiled(formula)(values)) for formula in formulas)
+
+
+def costs_of(formulas: Formulas, values: dict[str, Any]) -> tuple[int, ...]:
+    """The costs of a part with these `values_of` its fields; defaults are added to them."""
+    _complete(formulas, values)
+    return evaluated(formulas.costs, values)
+
+
+def refused(formulas: Formulas, values: dict[str, Any]) -> list[tuple[str, str]]:
+    """(path, sentence) of each refusal."""
+    _complete(formulas, values)
+    return [(each.path, _sentence(each, values)) for each in formulas.refusals if _compiled(each.condition)(values) > 0]
+
+
+def _complete(formulas: Formulas, values: dict[str, Any]) -> None:
+    """Add the defaults of missing fields."""
+    for name, formula in formulas.defaults.items():
+        if not values.get(f"has_{name}"):
+            values[name] = _compiled(formula)(values)
+
+
+def _sentence(refusal: Refusal, values: dict[str, Any]) -> str:
+    shown = (piece if isinstance(piece, str) else _value(piece, values) for piece in refusal.sentence)
+    return "".join(piece if isinstance(piece, str) else f"{piece:.15g}" for piece in shown)
+
+
+_compiled = cache(_function)
+
+
 def around_norms(norm: Part) -> dict[str, int]:
     """Parameters of a norm: for each element, and beside them."""
     none, one = (costs[0] if (costs := _costs(norm, {"width": width})) else width for width in (0, 1))
@@ -68,13 +101,13 @@ def refused_fields(part: Part, width: int, branches: int = 2, layers: int = 1) -
     """(path, sentence) of what the formulas refuse of a part that may be invalid."""
     formulas: Formulas | None = formulas_of(part.slot, part.kind)
     values = values_of(part) | {"width": width, "branches": branches, "layers": layers}
-    found = [] if formulas is None else formulas.refused(values)
+    found = [] if formulas is None else refused(formulas, values)
     rotation = getattr(part, "position", None)
     if rotation is not None and getattr(rotation, "scaling", None) is not None:
         scaling: Any = formulas_of("scalings", rotation.scaling.kind)
         dims = rotation.rotary_dim or values.get("rope_dim") or values["head_dim"]
         around = {"rotation_dims": dims, "rotation_base": rotation.base}
-        found += [(f"position.{path}", text) for path, text in scaling.refused(values_of(rotation.scaling) | around)]
+        found += [(f"position.{path}", text) for path, text in refused(scaling, values_of(rotation.scaling) | around)]
     for name, inner in _inner(part):
         found += [(f"{name}.{path}", text) for path, text in refused_fields(inner, width)]
     return found
@@ -117,7 +150,7 @@ def _costs(part: Part, surroundings: dict[str, Any]) -> tuple[int, ...] | None:
     own = getattr(part, "norm", None)
     if own is not None:
         surroundings = surroundings | around_norms(own)
-    sums = [0] * 5 if formulas is None else [*formulas.costs_of(values_of(part) | surroundings)]
+    sums = [0] * 5 if formulas is None else [*costs_of(formulas, values_of(part) | surroundings)]
     for each in inner:
         costs = _costs(each, surroundings)
         if costs is None:

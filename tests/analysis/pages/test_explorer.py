@@ -18,7 +18,7 @@ from heddle.lab.explore.formulas import formulas_of, values_of
 from heddle.lab.explore.page import explorer_page
 from heddle.model.size import size
 from tests.analysis.explorer.random_choices import TEXT, random_designs
-from tests.analysis.explorer.sizes import declared_size, refused_fields, unchecked
+from tests.analysis.explorer.sizes import costs_of, declared_size, refused_fields, unchecked
 from tests.cases import CASES
 from tests.html_page import Page
 from tests.source import ROOT
@@ -70,8 +70,8 @@ def test_formulas_of_a_stream_that_grows(fields: dict[str, int]) -> None:
         at = [
             around | {"count": 1, "layers_before": i, "branches_before": 2 * i} for i in range(before, before + count)
         ]
-        mean = formulas.costs_of(around | {"count": count, "layers_before": before, "branches_before": 2 * before})
-        assert abs(sum(formulas.costs_of(each)[2] for each in at) - count * mean[2]) <= count / 2
+        mean = costs_of(formulas, around | {"count": count, "layers_before": before, "branches_before": 2 * before})
+        assert abs(sum(costs_of(formulas, each)[2] for each in at) - count * mean[2]) <= count / 2
 
 
 def test_a_kind_without_costs_is_not_shown_and_its_designs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

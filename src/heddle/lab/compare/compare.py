@@ -47,8 +47,7 @@ from heddle.lab.compare.plan import (
 )
 from heddle.lab.compare.probes import left_out_sentences, select_probes
 from heddle.lab.compare.results import Design, Report, finite, parse, plain
-from heddle.lab.compare.run import PLAN_FILE, REPORT_FILES, joined_plan, read_text
-from heddle.lab.compare.run import compare as run_comparison
+from heddle.lab.compare.run import PLAN_FILE, REPORT_FILES, joined_plan, read_text, run_comparison
 from heddle.lab.compare.settings import DEFAULT_SEEDS, DEFAULT_TUNING_BUDGET, CompareSettings
 from heddle.lab.compare.tables import (
     CostColumn,
@@ -485,12 +484,11 @@ HEADER_LINES = 3
 PLAIN_WIDTH = 100  # columns, where the output is not a terminal
 
 
-def print_report(report: Report, console: Console | None = None) -> None:
+def print_report(report: Report) -> None:
     """Print to standard output; as plain text of 100 columns where that is not a terminal."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=PLAIN_WIDTH)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
     console.print(report_tables(report))
 
 

@@ -358,7 +358,7 @@ PLAN_FILE, DATA_FILE = "plan.json", "data.json"
 Tasks = dict[Task, Callable[[Result], None]]  # each with the function that receives its result
 
 
-def compare(
+def run_comparison(
     plan: ComparisonPlan,
     out: Path,
     runtime: Runtime,

@@ -257,7 +257,7 @@ def drawn_model(design: ModelConfig, seed: int) -> Decoder:
 
 def rows_of(model: Decoder) -> list[list[int]]:
     """The token rows: three of different lengths, one with another continuation, one beyond a scaling's length."""
-    limit = model.position_limit or MAX_LONG
+    limit = model.config.position_limit or MAX_LONG
     vocabulary = int(model.config.vocab_size or 0)
 
     def row(name: str, length: int) -> list[int]:
@@ -298,9 +298,9 @@ def goldens_of(model: Decoder) -> Goldens:
 
 
 @torch.no_grad()
-def logits_of(model: Decoder, row: Sequence[int], layout: Layout | None = None) -> Tensor:
+def logits_of(model: Decoder, row: Sequence[int]) -> Tensor:
     """Logits [T, vocab] of one row."""
-    logits: Tensor = model.head(model(torch.tensor([list(row)]), layout)[0])[0]
+    logits: Tensor = model.head(model(torch.tensor([list(row)]))[0])[0]
     return logits
 
 
@@ -428,7 +428,7 @@ def _cases(model: Decoder, goldens: Goldens, tolerances: Mapping[str, float]) ->
 def _greedy(model: Decoder, row: Sequence[int], min_lead: float) -> tuple[list[int], list[float]]:
     """The greedy text after a row, up to the first token whose lead is small, and the leads of its tokens."""
     text, leads = list(row), list[float]()
-    while len(text) < len(row) + GREEDY and len(text) < (model.position_limit or MAX_LONG):
+    while len(text) < len(row) + GREEDY and len(text) < (model.config.position_limit or MAX_LONG):
         best = logits_of(model, text)[-1].topk(2)
         lead = float(best.values[0] - best.values[1])
         if lead < min_lead:
@@ -530,10 +530,10 @@ def _with(design: ModelConfig, values: dict[Steps, Any], parameters: Mapping[str
 
 
 @torch.no_grad()
-def _logits(model: Decoder, row: Sequence[int], layout: Layout | None = None) -> Tensor | None:
+def _logits(model: Decoder, row: Sequence[int]) -> Tensor | None:
     """Logits [T, vocab]; None where the model refuses the row or gives no numbers."""
     try:
-        logits: Tensor = model.head(model(torch.tensor([list(row)]), layout)[0])[0]
+        logits: Tensor = model.head(model(torch.tensor([list(row)]))[0])[0]
     except (HeddleError, RuntimeError, ValueError):
         return None
     return logits if bool(logits.isfinite().all()) else None

@@ -85,13 +85,13 @@ from heddle.lab.conversion.run import (
     write_baselines,
 )
 from heddle.lab.search.results import SearchResults
-from heddle.machine import recorded_choices
+from heddle.machine import recorded_choices, with_measured_choices
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.model.size import size
 from heddle.progress import format_duration, parse_duration, print_status, print_text, print_warning, quiet
 from heddle.runtime import Choices, Runtime, versions
-from heddle.session import TRAINING_NEEDS, open_session, with_measured_choices
+from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, refuse_existing, remove_folder, write_json_file
 from heddle.storage.run_log import RUN_FILE
 from heddle.training.distillation import Distillation, LossWeights

@@ -1,4 +1,4 @@
-"""The costs of kinds as symbolic formulas: evaluated in Python, and printed as JavaScript.
+"""The costs of kinds as symbolic formulas, printed as JavaScript.
 
 Only the config says why a design is rejected: each refusal has witness fields, and the config's error message about
 them becomes the template of the page's sentence.
@@ -7,7 +7,7 @@ them becomes the template of the page's sentence.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import sympy
@@ -99,11 +99,6 @@ class Refusal:
         pieces = (repr(piece) if isinstance(piece, str) else f"({code(piece)})" for piece in self.sentence)
         return f"[{self.path!r},v=>{code(self.condition)},v=>''+{'+'.join(pieces)}]"
 
-    def text(self, values: Mapping[str, Any]) -> str:
-        """The sentence for values of the fields."""
-        shown = (piece if isinstance(piece, str) else _value(piece, values) for piece in self.sentence)
-        return "".join(piece if isinstance(piece, str) else f"{piece:.15g}" for piece in shown)
-
 
 @dataclass(frozen=True)
 class Formulas:
@@ -120,37 +115,6 @@ class Formulas:
         refusals = ",".join(refusal.script() for refusal in self.refusals)
         costs, final = (f"v=>[{','.join(map(code, values))}]" for values in (self.costs, self.final))
         return f"{{defaults:[{defaults}],refusals:[{refusals}],costs:{costs},final:{final}}}"
-
-    def costs_of(self, values: dict[str, Any]) -> tuple[int, ...]:
-        """The costs of a part with these `values_of` its fields; defaults are added to them."""
-        self.complete(values)
-        return tuple(round(function(values)) for function in self._functions["costs"])
-
-    def final_costs_of(self, values: dict[str, Any]) -> tuple[int, ...]:
-        """The costs of the module after the last layer, of a residual block."""
-        return tuple(round(function(values)) for function in self._functions["final"])
-
-    def refused(self, values: dict[str, Any]) -> list[tuple[str, str]]:
-        """(path, sentence) of each refusal."""
-        self.complete(values)
-        checks = zip(self._functions["refusals"], self.refusals, strict=True)
-        return [(refusal.path, refusal.text(values)) for function, refusal in checks if function(values) > 0]
-
-    def complete(self, values: dict[str, Any]) -> None:
-        """Add the defaults of missing fields."""
-        for name, function in zip(self.defaults, self._functions["defaults"], strict=True):
-            if not values.get(f"has_{name}"):
-                values[name] = function(values)
-
-    @cached_property
-    def _functions(self) -> dict[str, list[Any]]:
-        formulas = {
-            "costs": self.costs,
-            "final": self.final,
-            "defaults": tuple(self.defaults.values()),
-            "refusals": tuple(refusal.condition for refusal in self.refusals),
-        }
-        return {name: [_function(formula) for formula in each] for name, each in formulas.items()}
 
 
 def _value(formula: Any, values: Mapping[str, Any]) -> Any:

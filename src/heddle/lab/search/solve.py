@@ -20,7 +20,8 @@ from heddle.errors import ConfigError
 FloatArray = npt.NDArray[np.float64]
 Choice = tuple[int, ...]  # the numbers of the chosen replacements, ascending; layers without one stay as they are
 SLACK = 1e-9  # of a budget, for rounding
-SOLVE_SECONDS = 30.0
+SOLVE_SECONDS = 30.0  # after which the best choice so far is returned, with its gap
+TRIES = 10_000  # of a random choice
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,10 @@ def solve(
     limits: Mapping[str, float],
     pairs: bool = True,
     without: Sequence[Choice] = (),
-    seconds: float = SOLVE_SECONDS,
 ) -> Solution | None:
     """The choice of least predicted KL within limits of costs; None if no choice is.
 
-    pairs: with interactions; without them the sum of single KLs. without: choices that are excluded. seconds: after
-    which the best choice so far is returned, with its gap.
+    pairs: with interactions; without them the sum of single KLs. without: choices that are excluded.
     """
     count = len(table.layers)
     options = [[*table.of_layer(layer), count + layer] for layer in range(table.depth)]  # the last: as it is
@@ -133,7 +132,7 @@ def solve(
                     rows.add([*terms, (item, -1.0)], 0.0, 0.0)
     whole = np.zeros(len(objective))
     whole[: count + table.depth] = 1
-    options_of_solver = {"time_limit": seconds, "mip_rel_gap": 0.0}
+    options_of_solver = {"time_limit": SOLVE_SECONDS, "mip_rel_gap": 0.0}
     found = milp(
         np.array(objective), integrality=whole, bounds=Bounds(0.0, 1.0),
         constraints=rows.constraint(len(objective)), options=options_of_solver,
@@ -147,7 +146,7 @@ def solve(
 
 
 def frontier(
-    table: ScoreTable, axis: str, shares: Sequence[float], limits: Mapping[str, float], pairs: bool = True
+    table: ScoreTable, axis: str, shares: Sequence[float], limits: Mapping[str, float]
 ) -> list[tuple[float, Solution]]:
     """The best choice at each share of a cost, descending shares; shares that no choice meets are left out.
 
@@ -157,7 +156,7 @@ def frontier(
     points: list[tuple[float, Solution]] = []
     best: Solution | None = None
     for share in sorted(shares):
-        found = solve(table, {**limits, axis: share * table.totals[axis]}, pairs)
+        found = solve(table, {**limits, axis: share * table.totals[axis]})
         if found is not None and (best is None or found.value < best.value):
             best = found
         if best is not None:
@@ -202,12 +201,10 @@ def single_kind(
     return None
 
 
-def random_choice(
-    table: ScoreTable, limits: Mapping[str, float], generator: np.random.Generator, tries: int = 10_000
-) -> Choice | None:
-    """A choice within limits, each as likely as any other; None if no draw is within them."""
+def random_choice(table: ScoreTable, limits: Mapping[str, float], generator: np.random.Generator) -> Choice | None:
+    """A choice within limits, each as likely as any other; None if no draw of TRIES is within them."""
     options = [[None, *table.of_layer(layer)] for layer in range(table.depth)]
-    for _ in range(tries):
+    for _ in range(TRIES):
         drawn = [own[generator.integers(len(own))] for own in options]
         choice = tuple(sorted(item for item in drawn if item is not None))
         if table.is_allowed(choice, limits):

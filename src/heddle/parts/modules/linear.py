@@ -34,16 +34,14 @@ class SelfInitialized(nn.Module, ABC):
         """Fill every parameter of this module, each from its own random stream. Values do not depend on the device."""
 
 
-def fill_normal(
-    parameter: Tensor, std: float, stream: RandomStream, mean: Tensor | float = 0.0, start: int = 0
-) -> None:
+def fill_normal(parameter: Tensor, std: float, stream: RandomStream, mean: Tensor | float = 0.0) -> None:
     """Fill with normal numbers around `mean`, each rounded to float32 for any dtype and device of the parameter.
 
-    Element i is the stream's element `start + i`. Within `fill_rows`, only the named rows are drawn and filled.
+    Element i is the stream's element i. Within `fill_rows`, only the named rows are drawn and filled.
     """
     rows = _rows_to_fill.get().get(id(parameter), slice(0, len(parameter)))
     part = parameter[rows]
-    first_element = start + rows.start * (parameter.numel() // max(1, len(parameter)))
+    first_element = rows.start * (parameter.numel() // max(1, len(parameter)))
     values = torch.empty(part.numel(), dtype=torch.float32, device="cpu")
     for first, numbers in stream.normal_chunks(first_element, first_element + len(values)):
         values[first - first_element : first - first_element + len(numbers)] = numbers.mul_(std)

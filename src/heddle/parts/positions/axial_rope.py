@@ -7,7 +7,6 @@ Scores depend on differences in x and in y only. Coordinates come with the layou
 by RoPE with half as many frequencies.
 """
 
-import math
 from typing import Literal, Self
 
 import torch
@@ -15,7 +14,6 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, FiniteFloat, PositiveFloat, Width
-from heddle.errors import ConfigError
 from heddle.numerics.rotary import angle_dtype, apply_rotary, inverse_frequencies, rotary_table
 from heddle.numerics.transfer import Constants
 from heddle.parts.layout import Layout
@@ -79,42 +77,3 @@ class AxialRope(Rotation):
         inv_freq = self._constants.tensor(self.inv_freq, angle_dtype(wide), coordinates.device)
         cosine, sine = rotary_table(coordinates, inv_freq, wide)
         return cosine.to(dtype), sine.to(dtype)
-
-
-def recover_coordinates(rotation: AxialRope, before: Tensor, after: Tensor) -> Tensor:
-    """Recover coordinates from rotated heads: heads [B, H, T, head_dim] before and after -> x and y [B, T, 2].
-
-    The angle of each pair determines the coordinate up to a multiple of 2π/θ, with θ the pair's inverse frequency. The
-    slowest pair gives a coarse estimate; each faster pair, unwrapped by the estimate so far, refines it. Coordinates
-    within ± π/θ of the slowest pair are recovered; larger ones are off by whole periods of that pair. No pair may be
-    zero in all heads of `before`. Raises ConfigError for shapes that do not fit, or if all frequencies are 0.
-    """
-    if before.shape != after.shape or before.dim() != 4 or before.shape[-1] < rotation.rotary_dim:
-        shapes = f"{list(before.shape)} and {list(after.shape)}"
-        raise ConfigError(
-            f"recover_coordinates: heads have shapes {shapes}; expected the same [batch, heads, length, head_dim]"
-        )
-    slow_first = sorted((abs(theta), i) for i, theta in enumerate(rotation.inv_freq) if theta)
-    if not slow_first:
-        raise ConfigError(
-            "recover_coordinates: every frequency is 0, so heads do not depend on coordinates; give other inv_freq"
-        )
-    start, end = (_pairs(x, rotation) for x in (before, after))  # complex [B, H, T, 2, pairs]
-    angles = (end * start.conj()).sum(1).angle()  # all heads are rotated by the same angle
-    estimate = torch.zeros_like(angles[..., 0])
-    for _, i in slow_first:
-        theta = rotation.inv_freq[i]
-        turns = ((estimate * theta - angles[..., i]) / (2 * math.pi)).round()
-        estimate = (angles[..., i] + 2 * math.pi * turns) / theta
-    return estimate
-
-
-def _pairs(x: Tensor, rotation: AxialRope) -> Tensor:
-    """Heads [B, H, T, head_dim] -> the rotary pairs as complex numbers [B, H, T, 2, pairs]."""
-    halves = x[..., : rotation.rotary_dim].unflatten(-1, (2, -1))
-    if rotation.layout == "half":
-        first, second = halves.chunk(2, dim=-1)
-    else:
-        first, second = halves[..., 0::2], halves[..., 1::2]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.complex(first.to(wide), second.to(wide))
