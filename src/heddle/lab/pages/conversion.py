@@ -325,7 +325,7 @@ def speed_tables(results: ConversionResults) -> list[TextTable]:
 
 
 MAX_LINES = 7  # with more lines there is only the table
-TICK_DISTANCE = 0.09  # of the axis
+TICK_DISTANCE, TOP_ROOM = 0.09, 0.04  # of the axis
 LINEAR_LIMIT = 8  # added losses above this many times the tolerance are drawn on a stretched scale
 
 
@@ -392,7 +392,11 @@ def stretched_axis(low: float, high: float, limit: float) -> dict[str, Any]:
         place = stretch(value, limit)
         if low <= value <= high and all(abs(place - other) >= TICK_DISTANCE * (end - start) for other in ticks):
             ticks[place] = f"{value:g}".replace("-", "−")
-    numbers = {"range": [start, end], "tickvals": list(ticks), "ticktext": list(ticks.values())}
+    numbers = {
+        "range": [start, end + TOP_ROOM * (end - start)],
+        "tickvals": list(ticks),
+        "ticktext": list(ticks.values()),
+    }
     return axis("bits per byte added, stretched around 0") | numbers
 
 
