@@ -71,7 +71,9 @@ HIDDEN_WORDS = """() => [...document.querySelectorAll("div.plot, svg:not(div.plo
     ...notes.filter(([, at]) => points.some((point) => over(at, point))).map(([word]) => `covers a point: ${word}`),
     ...[...picture.querySelectorAll(".legend .scrollbar")].filter((bar) => box(bar).height).map(() => "legend scrolls"),
   ];
-})"""
+}).concat([...document.querySelectorAll("body *:not(svg *)")].filter((element) => !element.children.length
+  && element.clientWidth > 2 && element.scrollWidth > element.clientWidth + 1
+  && getComputedStyle(element).overflowX === "visible").map((element) => `leaves its box: ${element.textContent}`))"""
 
 # A figure is higher by its legend once it is drawn.
 DRAWN = """() => [...document.querySelectorAll("div.plot")].filter(plot => plot.querySelector(".legend"))

@@ -103,6 +103,15 @@ def test_the_sweep_is_drawn_where_its_numbers_are() -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS)
+def test_no_two_lines_of_a_figure_look_the_same(make: Callable[[], ConversionResults]) -> None:
+    figures = page_context(make())["figures"]
+    for name in ("positions", "layers", "decode"):
+        lines = [line for line in (figures[name] or {"data": []})["data"] if line["name"]]
+        looks = [(line["line"]["color"], line["line"]["dash"], line["marker"]["symbol"]) for line in lines]
+        assert len(set(looks)) == len(looks), name
+
+
+@pytest.mark.parametrize("make", MAKERS)
 def test_figures_are_what_plotly_knows(make: Callable[[], ConversionResults]) -> None:
     for figure in page_context(make())["figures"].values():
         if figure is not None:
