@@ -19,6 +19,7 @@ from heddle.lab.explore.choices import SLOTS, published_designs
 from heddle.lab.explore.page import explorer_page
 from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page
 from heddle.lab.pages.conversion import conversion_page
+from heddle.lab.pages.judge import judge_page
 from heddle.lab.pages.runs import runs_page
 from heddle.lab.runs import RunSummary
 from heddle.laws.harness import model_under_test
@@ -34,6 +35,7 @@ from tests.analysis.comparison.reports import make_report
 from tests.analysis.conversion.conversions import single, sweep
 from tests.analysis.explorer.random_choices import TEXT, random_designs
 from tests.analysis.ladder.test_ladder import command, folder, workers
+from tests.analysis.pages.test_policy import JUDGED
 from tests.browser.browser import LOCAL, PHONE, chromium, errors, open_page
 from tests.browser.hostile_addresses import MARK, PLACES, VALUES, addresses, at
 from tools.site.build import Site
@@ -50,6 +52,32 @@ INJECT = """(() => {
   location.href = "javascript:void(window.ran = 'address')";
   return new Promise(done => setTimeout(() => done(window.ran)));
 })()"""
+
+# Words of a picture that leave it, lie on other words, or lie on a point; and legends that scroll.
+HIDDEN_WORDS = """() => [...document.querySelectorAll("div.plot, svg:not(div.plot svg)")].flatMap((picture) => {
+  const whole = picture.getBoundingClientRect(), box = (element) => element.getBoundingClientRect();
+  if (!whole.width) return [];
+  const over = (one, other) => Math.min(one.right, other.right) - Math.max(one.left, other.left) > 2
+    && Math.min(one.bottom, other.bottom) - Math.max(one.top, other.top) > 3;
+  const shown = [...picture.querySelectorAll("text")].filter((text) => text.textContent.trim() && box(text).width);
+  const words = shown.map((text) => [text.textContent, box(text)]);
+  const points = [...picture.querySelectorAll(".points .point")].map(box);
+  const notes = [...picture.querySelectorAll(".annotation-text")].map((text) => [text.textContent, box(text)]);
+  return [
+    ...words.filter(([, at]) => at.left < whole.left - 2 || at.right > whole.right + 2 || at.top < whole.top - 2
+      || at.bottom > whole.bottom + 2).map(([word]) => `leaves its picture: ${word}`),
+    ...words.flatMap(([word, at], index) => words.slice(index + 1).filter(([, other]) => over(at, other))
+      .map(([other]) => `lie on each other: ${word}, ${other}`)),
+    ...notes.filter(([, at]) => points.some((point) => over(at, point))).map(([word]) => `covers a point: ${word}`),
+    ...[...picture.querySelectorAll(".legend .scrollbar")].filter((bar) => box(bar).height).map(() => "legend scrolls"),
+  ];
+}).concat([...document.querySelectorAll("body *:not(svg *)")].filter((element) => !element.children.length
+  && element.clientWidth > 2 && element.scrollWidth > element.clientWidth + 1
+  && getComputedStyle(element).overflowX === "visible").map((element) => `leaves its box: ${element.textContent}`))"""
+
+# A figure is higher by its legend once it is drawn.
+DRAWN = """() => [...document.querySelectorAll("div.plot")].filter(plot => plot.querySelector(".legend"))
+  .every(plot => plot.style.height && plot.querySelector(".main-svg").clientHeight === plot.clientHeight)"""
 
 # What users ask the search of the documentation, and what one of its first three answers leads to.
 QUESTIONS = {
@@ -112,7 +140,7 @@ def explorers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def check_page(chromium: Browser, address: Path | str) -> None:
-    """No script of others, error, or request but for itself; no horizontal scroll on a phone; dark; keyboard."""
+    """No script of others, error, or request but for itself; no horizontal scroll on a phone; dark; keyboard; words."""
     page = open_page(chromium, address)
     assert page.evaluate(INJECT) is None, f"{address} runs scripts that its policy does not name"
     for width, dark in ((1280, False), (PHONE, True)):
@@ -122,6 +150,8 @@ def check_page(chromium: Browser, address: Path | str) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{address} scrolls at {width} px"
         background = page.evaluate("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").split(",")
         assert (int(background[0]) < 90) == dark
+        page.wait_for_function(DRAWN)
+        assert page.evaluate(HIDDEN_WORDS) == [], f"{address} at {width} px"
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement !== document.body || !document.querySelector('a, button, input')")
 
@@ -141,11 +171,24 @@ def test_reports(chromium: Browser, tmp_path: Path) -> None:
         "sweep": conversion_page(sweep()),
         "inspection": inspect_page(inspected, inspect_layers(model, [3, 1, 4, 1])),
         "runs": runs_page(runs, ["", "width 32"]),
+        "judge": judge_page(judged()),
     }
     for name, text in pages.items():
         file = tmp_path / f"{name}.html"
         file.write_text(text, encoding="utf-8")
         check_page(chromium, file)
+
+
+def judged() -> dict[str, Any]:
+    """What `heddle judge show` returns, of a stream in which many proposals are as good as the incumbent."""
+    one, _ = JUDGED["proposals"]
+    verdicts = [("better", 0.1), ("worse", -0.1), ("no clear difference", -0.01)]
+    proposals = [
+        one | {"number": number, "name": f"number {number}", "incumbent": number == 1}
+        | ({} if number == 1 else {"verdict": verdict, "improvement": {"mean": mean, "low": None, "high": None}})
+        for number, (verdict, mean) in enumerate(verdicts * 4, 1)
+    ]  # fmt: skip
+    return JUDGED | {"proposals": proposals}
 
 
 @pytest.mark.usefixtures("workers")

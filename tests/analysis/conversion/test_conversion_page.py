@@ -79,7 +79,7 @@ def test_words_of_others_stay_words() -> None:
 def test_the_sweep_is_drawn_where_its_numbers_are() -> None:
     figure = sweep_figure(sweep())
     assert figure is not None
-    original, *lines = figure["data"]
+    original, *lines, lowest, highest = figure["data"]
     assert [len(line["x"]) for line in lines] == [3] * 6
     low, high = figure["layout"]["yaxis"]["range"]
     for line in lines:
@@ -90,10 +90,25 @@ def test_the_sweep_is_drawn_where_its_numbers_are() -> None:
             assert low <= y - below < y < y + above <= high
     assert original["x"][0] > max(x for line in lines for x in line["x"])
     zero, tolerance = (shape["y0"] for shape in figure["layout"]["shapes"])
+    assert [shape["line"]["dash"] for shape in figure["layout"]["shapes"]] == [
+        lowest["line"]["dash"],
+        highest["line"]["dash"],
+    ]
+    assert lowest["line"]["dash"] != highest["line"]["dash"]
+    assert "annotations" not in figure["layout"]
     assert original["y"][0] == zero == 0
     assert tolerance > zero
     assert [line["marker"]["symbol"].endswith("-open") for line in lines] == [True, False] * 3
     plotly.graph_objects.Figure(painted(figure))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_no_two_lines_of_a_figure_look_the_same(make: Callable[[], ConversionResults]) -> None:
+    figures = page_context(make())["figures"]
+    for name in ("positions", "layers", "decode"):
+        lines = [line for line in (figures[name] or {"data": []})["data"] if line["name"]]
+        looks = [(line["line"]["color"], line["line"]["dash"], line["marker"]["symbol"]) for line in lines]
+        assert len(set(looks)) == len(looks), name
 
 
 @pytest.mark.parametrize("make", MAKERS)

@@ -1,7 +1,7 @@
 """Write a conversion's page, convert.html: one file that needs no network."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,19 @@ def model_styles(results: ConversionResults) -> dict[str, DesignStyle]:
         dash = "solid" if model.stage == HEALED else "dash"
         styles[model.name] = DesignStyle(f"series-{1 + index % COLOR_COUNT}", dash, MARKERS[(index + 1) % len(MARKERS)])
     return styles
+
+
+def line_styles(results: ConversionResults, models: Iterable[ModelResult]) -> dict[str, DesignStyle]:
+    """As `model_styles`, for lines of one figure: of those that would look the same, each has a color of its own."""
+    styles, lines = model_styles(results), dict[str, DesignStyle]()
+    for model in models:
+        style = styles[model.name]
+        others = (
+            replace(style, color=f"series-{1 + index % COLOR_COUNT}", marker=MARKERS[(index + 1) % len(MARKERS)])
+            for index in range(COLOR_COUNT * len(MARKERS))
+        )
+        lines[model.name] = next(look for look in (style, *others) if look not in lines.values())
+    return lines
 
 
 def summary_rows(results: ConversionResults) -> list[ModelRow]:
@@ -325,7 +338,7 @@ def speed_tables(results: ConversionResults) -> list[TextTable]:
 
 
 MAX_LINES = 7  # with more lines there is only the table
-TICK_DISTANCE = 0.09  # of the axis
+TICK_DISTANCE, TOP_ROOM = 0.09, 0.04  # of the axis
 LINEAR_LIMIT = 8  # added losses above this many times the tolerance are drawn on a stretched scale
 
 
@@ -392,7 +405,11 @@ def stretched_axis(low: float, high: float, limit: float) -> dict[str, Any]:
         place = stretch(value, limit)
         if low <= value <= high and all(abs(place - other) >= TICK_DISTANCE * (end - start) for other in ticks):
             ticks[place] = f"{value:g}".replace("-", "−")
-    numbers = {"range": [start, end], "tickvals": list(ticks), "ticktext": list(ticks.values())}
+    numbers = {
+        "range": [start, end + TOP_ROOM * (end - start)],
+        "tickvals": list(ticks),
+        "ticktext": list(ticks.values()),
+    }
     return axis("bits per byte added, stretched around 0") | numbers
 
 
@@ -436,7 +453,7 @@ def layer_figure(results: ConversionResults) -> Figure | None:
     compared = [model for model in results.converted_models if model.layer_errors]
     if not compared or len(compared) > MAX_LINES:
         return None
-    styles, series = model_styles(results), []
+    styles, series = line_styles(results, compared), []
     for model in compared:
         for title in ("mixer", "stream"):
             errors = [(error.layer, getattr(error, title)) for error in model.layer_errors]
@@ -481,11 +498,9 @@ def _model_figure(
     lowest: float | None = None,
 ) -> Figure:
     """A figure with a line for each model. lowest: where the axis begins; None: a little below the values."""
-    styles = model_styles(results)
-    series = [
-        Series(model.name, styles[model.name], values(model), filled=model.stage != CONVERTED)
-        for model in models or results.models
-    ]
+    shown = models or results.models
+    styles = line_styles(results, shown)
+    series = [Series(model.name, styles[model.name], values(model), filled=model.stage != CONVERTED) for model in shown]
     low, high = value_range(series)
     y_axis = axis(y_title) | {"range": [low if lowest is None else lowest, high]}
     return line_figure(series, x_axis, y_axis | ({} if lowest is None else {"tickformat": "~s"}))

@@ -60,9 +60,9 @@ def range_bar(rows: Sequence[Sequence[float]], color: str) -> dict[str, Any]:
     }
 
 
-def dotted_line(value: float, *, color: str, vertical: bool = False) -> dict[str, Any]:
+def dotted_line(value: float, *, color: str, vertical: bool = False, dash: str = "dot") -> dict[str, Any]:
     """A line across the whole figure, at a value of y, or of x if it is vertical."""
-    line = {"type": "line", "line": {"color": color, "width": 1.25, "dash": "dot"}}
+    line = {"type": "line", "line": {"color": color, "width": 1.25, "dash": dash}}
     if vertical:
         return line | {"yref": "paper", "y0": 0, "y1": 1, "x0": value, "x1": value}
     return line | {"xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value}
@@ -121,6 +121,11 @@ def base_layout(x_axis: dict[str, Any], y_axis: dict[str, Any]) -> dict[str, Any
 # Figures of lines: curves with bands, points with intervals, dotted lines across the plot.
 
 BAND, BEHIND = 0.14, 0.4  # opacities
+RULE_DASHES = ("dot", "dashdot")  # of lines across the plot
+# Below the axis and its title; the script makes the figure higher by it.
+LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "maxheight": 1} | {
+    "font": {"color": "ink", "size": 12}
+}
 
 
 @dataclass(frozen=True)
@@ -155,15 +160,16 @@ class Series:
 def line_figure(
     series: Iterable[Series], x_axis: dict[str, Any], y_axis: dict[str, Any], dotted: Sequence[tuple[float, str]] = ()
 ) -> Figure:
-    """A figure of lines. dotted: (value of y, text) of lines across the plot."""
+    """A figure of lines. dotted: (value of y, name) of lines across the plot; the legend names them, above no point."""
     shown = [each for each in series if each.values]
     data = [trace for each in shown if each.is_curve for trace in _band(each)] + [_trace(each) for each in shown]
     layout = base_layout(x_axis, y_axis)
-    layout["shapes"] = [dotted_line(value, color="soft") for value, _ in dotted]
-    layout["annotations"] = [_rule_text(value, text, index == 0) for index, (value, text) in enumerate(dotted)]
-    if any(each.name for each in shown):
+    rules = [(value, name, RULE_DASHES[index % len(RULE_DASHES)]) for index, (value, name) in enumerate(dotted)]
+    layout["shapes"] = [dotted_line(value, color="soft", dash=dash) for value, _, dash in rules]
+    data += [_rule_name(name, dash) for _, name, dash in rules]
+    if rules or any(each.name for each in shown):
         layout["showlegend"] = True
-        layout["legend"] = {"orientation": "h", "y": -0.22, "yanchor": "top", "font": {"color": "ink", "size": 12}}
+        layout["legend"] = LEGEND
     return {"data": data, "layout": layout}
 
 
@@ -215,9 +221,11 @@ def _band(series: Series) -> list[Figure]:
     ]
 
 
-def _rule_text(value: float, text: str, is_below: bool) -> dict[str, Any]:
-    place = {"xref": "paper", "x": 1, "xanchor": "right", "y": value, "yanchor": "top" if is_below else "bottom"}
-    return place | {"text": plotly_text(text), "showarrow": False, "font": {"color": "soft", "size": 12}}
+def _rule_name(name: str, dash: str) -> Figure:
+    """A line's entry in the legend; it draws nothing."""
+    line = {"color": "soft", "dash": dash, "width": 1.25}
+    empty = {"type": "scatter", "mode": "lines", "x": [None], "y": [None], "hoverinfo": "skip"}
+    return empty | {"name": plotly_text(name), "showlegend": True, "line": line}
 
 
 def value_range(series: Iterable[Series], include: Iterable[float] = ()) -> tuple[float, float]:

@@ -139,7 +139,7 @@ function curve(title, valueAt, unit, base) {
     body.push(path("M" + values.map((value, index) => `${round(x(contexts[index]))} ${round(y(value))}`).join("L"), stroke, html`stroke-width="2.6"`));
     if (state.pinned) body.push(text(384, y(values[24]) - 6, name, html`text-anchor="end" class="tick" style="fill:${stroke}"`));
   }
-  return html`<figure>${svg(400, 180, title, [text(64, 12, title), body, text(226, 180, "context, tokens", html`text-anchor="middle" class="tick"`)])}</figure>`;
+  return html`<figure>${svg(400, 190, title, [text(64, 12, title), body, text(226, 185, "context, tokens", html`text-anchor="middle" class="tick"`)])}</figure>`;
 }
 
 function curves() {

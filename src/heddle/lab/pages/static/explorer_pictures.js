@@ -198,7 +198,7 @@ function wavelengthPicture(frequencies, v) {
   const x = index => 46 + (index + 0.5) * 340 / waves.length, y = value => 140 - Math.min(1, Math.log10(Math.max(1, value)) / most) * 118;
   const body = [waves.map((wave, index) => rect(x(index) - 170 / waves.length * 0.8, y(wave), 340 / waves.length * 0.8, 140 - y(wave), wave > length ? SERIES[1] : SERIES[0], html`rx="1.5"`))];
   body.push(line(44, y(length), 390, y(length), "var(--ink)", html`stroke-dasharray="4 4"`), text(50, y(length) - 5, `context ${amount(length)}`, html`class="tick"`));
-  for (let power = 0; power <= most; power += most > 5 ? 2 : 1) body.push(text(40, y(10 ** power) + 4, amount(10 ** power), html`text-anchor="end" class="tick"`));
+  for (let power = 0; power <= most; power += most > 5 ? 2 : 1) body.push(text(40, y(10 ** power) + 4, short(10 ** power), html`text-anchor="end" class="tick"`));
   body.push(text(216, 160, "pairs, fast to slow", html`text-anchor="middle"`), text(46, 12, "tokens in one full turn"));
   const still = waves.filter(wave => wave === HUGE).length, slow = waves.filter(wave => wave > length).length - still;
   const words = `${slow} of ${waves.length} pairs (orange) never complete a turn within the context. On longer sequences these reach angles never seen in training.`;

@@ -48,7 +48,7 @@ function scalingPicture(part, rotation, v) {
   const most = Math.max(2, ...slower.filter(value => value < HUGE)) * 1.1;  // pairs that stand still reach the top
   const wide = 340 / slower.length, y = value => 140 - Math.min(1, value / most) * 118;
   const body = [slower.map((value, index) => rect(46 + index * wide + wide * 0.1, y(value), wide * 0.8, 140 - y(value), value > 1.0001 ? SERIES[1] : SERIES[0], html`rx="1.5"`))];
-  for (const value of [1, most / 2.2, most / 1.1]) body.push(text(40, y(value) + 4, amount(value), html`text-anchor="end" class="tick"`));
+  for (const value of [1, most / 2.2, most / 1.1]) body.push(text(40, y(value) + 4, short(value), html`text-anchor="end" class="tick"`));
   body.push(line(44, y(1), 390, y(1), "var(--ink)", html`stroke-dasharray="4 4"`));
   body.push(text(216, 160, "pairs, fast to slow", html`text-anchor="middle"`), text(46, 12, "times slower than without the scaling"));
   const still = slower.filter(value => value === HUGE).length, changed = slower.filter(value => value > 1.0001).length - still;

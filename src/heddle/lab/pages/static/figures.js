@@ -20,6 +20,17 @@
   const hoverTemplate = (trace) => trace.customdata?.[0] === " " ? "%{text}<extra></extra>"
     : `<b>%{${trace.customdata ? "customdata" : "fullData.name"}}</b><br>%{text}<extra></extra>`;
 
+  // A figure is higher by its legend, which else takes the room of the plot where the page is narrow.
+  const makeRoom = (place) => {
+    const entries = [...place.querySelectorAll(".legend .traces")].map((entry) => entry.getBoundingClientRect());
+    const high = entries.length
+      ? Math.max(...entries.map((box) => box.bottom)) - Math.min(...entries.map((box) => box.top)) : 0;
+    const height = high ? `calc(var(--plot-height) + ${Math.ceil(high)}px)` : "";
+    if (place.style.height === height) return;
+    place.style.height = height;
+    Plotly.Plots.resize(place);
+  };
+
   // A figure in a closed section has no size; it is drawn when the section opens.
   const draw = (within = document) => {
     for (const [name, figure] of Object.entries(figures)) {
@@ -41,7 +52,7 @@
         displayModeBar: matchMedia("(hover: hover)").matches && "hover",
         modeBarButtons: [["toImage", "resetScale2d"]],
         toImageButtonOptions: { format: "svg", filename: "heddle-" + name },
-      });
+      }).then(makeRoom);
     }
   };
 
