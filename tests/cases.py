@@ -300,6 +300,11 @@ CASES: dict[str, Data] = {
         layer(latent({"kind": "rope", "layout": "interleaved"}, query_rank=9, query_bias=True)),
     ),
     "latent-gate": design(layer(latent(gate="head", query_rank=9)), layer(latent(heads=4, gate="channel", bias=True))),
+    "latent-sink": design(
+        layer(latent(query_rank=9, sink=True, gate="channel", indexer=indexer())),
+        layer(latent(sink=True, shared_index=True), None),
+        layer(latent(None, heads=4, sink=True), None),
+    ),
     "latent-no-rope": design(layer(latent(None), repeat=2)),
     "latent-shared-unturned": design(layer(latent(None, rope_dim=3, heads=1, bias=True), repeat=2)),
     "latent-no-norms": design(layer(latent(query_rank=11, kv_norm="none", query_norm="none"), repeat=2)),
@@ -630,6 +635,7 @@ CASES |= {
     ),
     "moe-shared-gate": moe(shared=1, shared_hidden=11, shared_gate=True, bias=True, dropout=0.3, aux_loss=0.5),
     "moe-shared-scale": moe(shared=2, shared_scale=0.5, scale=0.5, shared_gate=True),
+    "moe-shared-unlimited": moe(shared=1, activation="swiglu_limited", limit=0.3, shared_limit=False),
     "moe-output-norm": moe(shared=1, output_norm=True, scale=0.5),
     "moe-output-norm-layer": design(
         layer(attention(3), moe(4, 2, output_norm=True, expert="mlp")["layers"][0]["feedforward"]), norm=LAYER_NORM

@@ -24,7 +24,7 @@ from heddle.numerics.dispatch import count_flops
 from heddle.numerics.kernels import kernels
 from heddle.parts.mixers.latent_attention import LatentAttention
 from tests.cases import YARN, case, design, latent, layer
-from tests.laws.planting import condition
+from tests.laws.planting import calls, condition
 
 
 def config(position: dict[str, Any] | None = YARN, **fields: Any) -> ModelConfig:
@@ -163,4 +163,24 @@ def test_a_gate_multiplies_what_out_reads(gate: str, planted: bool, monkeypatch:
     if planted:
         condition(LatentAttention.forward, "gate", False)(monkeypatch)
     apart = float((gated(x, heddle.Layout.causal(2, 7))[0] - want).abs().max().detach())
+    assert (apart > 1e-3) if planted else (apart < 1e-10)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_sink_takes_the_weight_of_its_head(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A very high one leaves nothing of its head, and a very low one takes nothing."""
+    options: tuple[dict[str, Any], ...] = ({"sink": True}, {})
+    sunk, bare = (model_under_test(config(**fields)).layers[0].mixer for fields in options)
+    assert isinstance(sunk, LatentAttention)
+    assert isinstance(bare, LatentAttention)
+    assert sunk.sink is not None
+    bare.load_state_dict({name: value for name, value in sunk.state_dict().items() if name != "sink"})
+    with torch.no_grad():
+        sunk.sink.fill_(-1e3)
+        sunk.sink[1] = 1e3
+        bare.out.weight.unflatten(1, (sunk.heads, -1))[:, 1] = 0.0
+    if planted:
+        calls(LatentAttention._attend, "latent_attention", lambda attend, *inputs: attend(*inputs[:-1]))(monkeypatch)
+    x, layout = torch.randn(2, 7, 24, dtype=torch.float64), heddle.Layout.causal(2, 7)
+    apart = float((sunk(x, layout)[0] - bare(x, layout)[0]).abs().max().detach())
     assert (apart > 1e-3) if planted else (apart < 1e-10)

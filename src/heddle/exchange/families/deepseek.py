@@ -4,7 +4,7 @@ Dense layers come first, then routed and shared experts. The balancing bias keep
 set `bias_update` to train it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -391,18 +391,28 @@ def read_indexed_design(
 ) -> dict[str, Any]:
     """A design; all but the last are the family's defaults, `heads` the indexer's. indexer: further fields of it."""
     depth = config.require("num_hidden_layers", int)
-    config.expect("layer_types", None, [INDEXED] * depth)
     config.expect("mlp_bias", False, default=False)
-    dense, defaults = config.get("first_k_dense_replace", 3), (2048, heads, 128)
-    sizes = {own: config.get(name, size) for (name, own), size in zip(INDEXER_FIELDS.items(), defaults, strict=True)}
-    mixer = read_attention(config, "interleaved", query_rank) | {"indexer": sizes | indexer}
+    dense = config.get("first_k_dense_replace", 3)
+    mixer = read_attention(config, "interleaved", query_rank) | {"indexer": read_indexer(config, heads) | indexer}
     return _common.rms_design(config, eps, read_listed_layers(config, mixer, min(dense, depth)))
 
 
+def read_indexer(config: ConfigReader, heads: int) -> dict[str, Any]:
+    """The sizes of the indexer that every layer has; `heads` is the family's default."""
+    config.expect("layer_types", None, [INDEXED] * config.require("num_hidden_layers", int))
+    defaults = (2048, heads, 128)
+    return {own: config.get(name, size) for (name, own), size in zip(INDEXER_FIELDS.items(), defaults, strict=True)}
+
+
 def write_v32(design: ModelConfig) -> dict[str, Any]:
-    indexer = design_parts.first_latent_attention(design).indexer or IndexerConfig(top_k=1, heads=1, head_dim=2)
+    indexer = first_indexer(design)
     fields = write_deepseek(design) | write_sigmoid_routing(design) | write_feedforwards(design, {})
     return fields | {name: getattr(indexer, own) for name, own in INDEXER_FIELDS.items()}
+
+
+def first_indexer(design: ModelConfig) -> IndexerConfig:
+    """That of the first layer with latent attention; one of the least sizes if it has none."""
+    return design_parts.first_latent_attention(design).indexer or IndexerConfig(top_k=1, heads=1, head_dim=2)
 
 
 def map_v32(design: ModelConfig, weights: WeightMap) -> None:
@@ -428,12 +438,17 @@ def read_dsa(config: ConfigReader) -> dict[str, Any]:
     indexer = {"rope_layout": "interleaved"}
     design = read_indexed_design(config, 1e-5, query_rank=2048, heads=32, indexer=indexer)
     types = _layer_types.read_kinds(config, "indexer_types", usual_indexers(config), (OWN, SHARED))
-    layers = [{**layer, "repeat": 1} for layer in design["layers"] for _ in range(layer["repeat"])]
-    for layer, kind in zip(layers, types, strict=True):
+    return design | {"layers": with_shared_indexes(design["layers"], types)}
+
+
+def with_shared_indexes(layers: list[dict[str, Any]], types: Sequence[str]) -> list[dict[str, Any]]:
+    """Layers with indexers, those of type SHARED with the last earlier layer's selection in its place."""
+    each = [{**layer, "repeat": 1} for layer in layers for _ in range(layer["repeat"])]
+    for layer, kind in zip(each, types, strict=True):
         if kind == SHARED:
             mixer = {name: value for name, value in layer["mixer"].items() if name != "indexer"}
             layer["mixer"] = mixer | {"shared_index": True}
-    return design | {"layers": _layer_types.merge_repeats(layers)}
+    return _layer_types.merge_repeats(each)
 
 
 def usual_indexers(config: ConfigReader) -> list[str]:

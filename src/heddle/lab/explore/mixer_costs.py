@@ -209,7 +209,7 @@ def latent_attention(n: Quantities) -> Costs:
     check_rotation(n, n.rope_dim)
     norms = (1 - n.equals("kv_norm", "none")) * n.kv_rank + (1 - n.equals("query_norm", "none")) * n.query_rank
     own = Costs(
-        parameters=norms,
+        parameters=norms + n.heads * n.sink,
         flops=attention_flops(pairs, 1, n.heads, dim + value_dim),
         cached=n.tokens * (n.kv_rank + n.rope_dim),
     )

@@ -7,6 +7,7 @@ The cache holds c and the rotated k_rope, kv_rank + rope_dim elements per token.
 rotated, the rotation would stand between W_uk and the queries that absorb it.
 
 With `gate` the output of each head is multiplied by sigmoid(W_g x), one gate per head (Ling 3.0, 2026) or per channel.
+`sink` adds one learned logit per head to the softmax's denominator (Hy V4, 2026).
 
 With `indexer` each query attends to `top_k` keys or blocks, which an indexer selects (DeepSeek Sparse Attention, 2025;
 see `IndexerConfig`). With `shared_index` a layer has no indexer, and attends to the keys that the last earlier layer
@@ -19,16 +20,18 @@ from typing import Any, Literal, Self
 
 import torch
 from pydantic import model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from heddle.config import DesignError, Part, PositiveFloat, Width, build_under, parse_config, refuse
 from heddle.numerics.attention.latent import expand_latents, latent_attention
+from heddle.numerics.attention.mask import ScoreModifiers
+from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import LogitRows, Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.indexer import INDEX_PROJECTIONS, IndexedCache, IndexerConfig, IndexQueries, build_indexer
-from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections, weight_matrix
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections, weight_matrix
 from heddle.parts.modules.router_statistics import record_largest_logits
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
@@ -43,7 +46,7 @@ class LatentAttentionConfig(MixerConfig):
     """Fields of `latent_attention`. None or false: off, or the default named in the comment."""
 
     aliases = ("mla",)
-    later_fields = ("indexer", "shared_index", "gate", "norm_eps")
+    later_fields = ("indexer", "shared_index", "gate", "norm_eps", "sink")
     heads: Width
     kv_rank: Width  # width of the latent of keys and values
     query_rank: Width | None = None  # width of the latent of queries; default: no latent, queries are projected from x
@@ -57,6 +60,7 @@ class LatentAttentionConfig(MixerConfig):
     bias: bool = False  # of the latents, the shared keys and out (DeepSeek)
     query_bias: bool | None = None  # of the projection to query heads, from x or from their latent; default: none
     gate: Literal["head", "channel"] | None = None  # of the output: one for each head, or for each of its channels
+    sink: bool = False  # one learned logit per head, without a value
     indexer: IndexerConfig | None = None  # selects the keys that each query attends to
     shared_index: bool = False  # attends to the keys that the last earlier layer with an indexer selected
     position: RotationConfig | None = None
@@ -131,7 +135,7 @@ class LatentAttentionConfig(MixerConfig):
         return LatentAttention(self, context.width)
 
 
-class LatentAttention(Mixer):
+class LatentAttention(SelfInitialized, Mixer):
     """The module. Its state is a `KVCache` with keys [B, 1, slots, kv_rank + rope_dim] and no values.
 
     With `indexer` it is an `IndexedCache`, which has the indexer's keys as well.
@@ -159,6 +163,7 @@ class LatentAttention(Mixer):
         self.v_up = Linear(rank, self.heads * value_dim, value_projection=True)
         gate_widths = {"head": self.heads, "channel": self.heads * value_dim}
         self.gate = None if config.gate is None else Linear(width, gate_widths[config.gate])
+        self.sink = nn.Parameter(torch.empty(self.heads)) if config.sink else None
         self.out = Linear(self.heads * value_dim, width, bias=bias, output_projection=True)
         position = config.position
         self.position = None if position is None else build_under("position", position.build, self.rope_dim)
@@ -166,6 +171,11 @@ class LatentAttention(Mixer):
         self.indexer = build_indexer(config.indexer, width, query_rank or width, position, self.rope_dim)
         of_index = INDEX_PROJECTIONS if query_rank is None else INDEX_PROJECTIONS[1:]  # q reads the latent
         self.input_projections = ("q", "q_down", "kv_down", "k_rope", "gate", *of_index)
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """Normal sinks. The projections initialize themselves."""
+        if self.sink is not None:
+            fill_normal(self.sink, std, draws("sink"))
 
     @property
     def logit_rows(self) -> Sequence[LogitRows]:
@@ -237,14 +247,15 @@ class LatentAttention(Mixer):
             latents, _, mask, state = state.extend(latents, latents[..., :0], layout, None)
         up = weight_matrix(self.k_up), weight_matrix(self.v_up)
         if self.indexer is not None:
-            mask = self.indexer.select(index, partial(_attended, queries, latents, up), mask, layout, self.scale)
+            attended, modifiers = partial(_attended, queries, latents, up), ScoreModifiers(sink=self.sink)
+            mask = self.indexer.select(index, attended, mask, layout, self.scale, modifiers)
             if self.kv_target is not None and layout.handed_over is not None:
                 layout.handed_over.by_layer[self.kv_target] = mask
         elif self.kv_source is not None:
             assert layout.handed_over is not None
             mask = layout.handed_over.by_layer[self.kv_source]
         record_largest_logits(self, partial(_attended, queries, latents, up), mask, self.scale)
-        return latent_attention(*queries, latents, *up, mask, self.scale), state
+        return latent_attention(*queries, latents, *up, mask, self.scale, self.sink), state
 
 
 @torch.no_grad()
