@@ -201,12 +201,9 @@ def read_hy_v4(config: ConfigReader) -> dict[str, Any]:
     return _common.rms_design(config, 1e-5, deepseek.with_shared_indexes(layers, types), residual=residual)
 
 
-UNKNOWN = "scoring_func", "topk_method", "num_nextn_predict_layers", "first_k_dense_replace", "moe_layer_freq"
-
-
 def write_hy_v4(design: ModelConfig) -> dict[str, Any]:
     residual = design.residual if isinstance(design.residual, HyperConnectionsConfig) else HyperConnectionsConfig()
-    fields = _common.without(deepseek.write_dsa(design), *UNKNOWN)
+    fields = _common.without(deepseek.write_dsa(design), *deepseek.UNKNOWN)
     limit = {"swiglu_limit": design_parts.first_moe(design).limit or 10.0, "hidden_act": "silu"}
     return fields | STREAMS.write(residual) | limit
 
@@ -245,6 +242,4 @@ def map_hy_v4(design: ModelConfig, weights: WeightMap) -> None:
                 weights.add_renamed(name.replace(published, theirs), name)
 
 
-HY_V4 = Family(
-    "hy_v4", "HYV4ForCausalLM", read_hy_v4, write_hy_v4, map_hy_v4, ignored_tensors=("model.mtp_layers.",)
-)
+HY_V4 = Family("hy_v4", "HYV4ForCausalLM", read_hy_v4, write_hy_v4, map_hy_v4, ignored_tensors=("model.mtp_layers.",))

@@ -288,8 +288,10 @@ def residual(n: Quantities) -> Costs:
 def pre_norm(n: Quantities) -> Costs:
     """A norm for each branch, and its gate."""
     n.refuse(n.has("gate_rank") * n.is_false("first_norm"), gate_rank=4, first_norm=False)
+    mixtures = n.equals("gated_feedforwards", "mixtures")
+    n.refuse((1 - n.has("gate_rank")) * mixtures, gated_feedforwards="mixtures")
     gate = projection(n, n.width, n.gate_rank) + projection(n, n.gate_rank, n.width)
-    return residual(n) + gate.scaled(n.branches * n.has("gate_rank"))
+    return residual(n) + gate.scaled((n.branches - mixtures * n.dense) * n.has("gate_rank"))
 
 
 @costs_of("residuals", "sandwich")
