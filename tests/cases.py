@@ -300,6 +300,16 @@ CASES: dict[str, Data] = {
         layer(latent({"kind": "rope", "layout": "interleaved"}, query_rank=9, query_bias=True)),
     ),
     "latent-gate": design(layer(latent(gate="head", query_rank=9)), layer(latent(heads=4, gate="channel", bias=True))),
+    "latent-beside": design(
+        layer(latent(query_rank=9, query_norm="beside", gate="channel", gate_input="queries", indexer=indexer())),
+        layer(latent(query_rank=6, query_norm="beside", gate="head"), None),
+        layer(latent(query_rank=7, gate="head", gate_input="queries", query_bias=True), None),
+    ),
+    "latent-sink": design(
+        layer(latent(query_rank=9, sink=True, gate="channel", indexer=indexer())),
+        layer(latent(sink=True, shared_index=True), None),
+        layer(latent(None, heads=4, sink=True), None),
+    ),
     "latent-no-rope": design(layer(latent(None), repeat=2)),
     "latent-shared-unturned": design(layer(latent(None, rope_dim=3, heads=1, bias=True), repeat=2)),
     "latent-no-norms": design(layer(latent(query_rank=11, kv_norm="none", query_norm="none"), repeat=2)),
@@ -630,6 +640,7 @@ CASES |= {
     ),
     "moe-shared-gate": moe(shared=1, shared_hidden=11, shared_gate=True, bias=True, dropout=0.3, aux_loss=0.5),
     "moe-shared-scale": moe(shared=2, shared_scale=0.5, scale=0.5, shared_gate=True),
+    "moe-shared-unlimited": moe(shared=1, activation="swiglu_limited", limit=0.3, shared_limit=False),
     "moe-output-norm": moe(shared=1, output_norm=True, scale=0.5),
     "moe-output-norm-layer": design(
         layer(attention(3), moe(4, 2, output_norm=True, expert="mlp")["layers"][0]["feedforward"]), norm=LAYER_NORM
@@ -887,6 +898,13 @@ CASES |= {
     )
     | {"embedding": {"norm": True}, "head": {"tied": False, "transform": "silu"}},
     "residual-pre-norm-gated": wired("pre_norm", gate_rank=3, drop_path=0.4, dropout=0.1),
+    "residual-pre-norm-gated-mixtures": wired(
+        "pre_norm",
+        layer(attention(kv_heads=2)),
+        layer(attention(kv_heads=1, window=3), {"kind": "moe", "experts": 3, "top_k": 2, "hidden": 7}),
+        gate_rank=2,
+        gated_feedforwards="mixtures",
+    ),
     "residual-pre-norm-multiplier": wired("pre_norm", multiplier=0.6, drop_path=0.4),
     "residual-parallel-dropout": wired("parallel", *APART, norms=2, dropout=0.2, drop_path=0.3),
     "residual-post-norm": wired("post_norm", drop_path=0.4, dropout=0.2),

@@ -357,6 +357,18 @@ GLM5_NEXT: Fields = {
     "index_topk": 12, "index_kpool": 3, "index_n_heads": 7, "index_head_dim": 10, "linear_num_heads": 3,
     "linear_head_dim": 10, "swiglu_limit": 1.1, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
 }  # fmt: skip
+AXK2: Fields = {
+    **BASE, "num_key_value_heads": 6, "num_hidden_layers": 3, "head_dim": 4, "n_routed_experts": 12,
+    "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "attention_bias": True,
+    "q_lora_rank": 21, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "index_topk": 12, "index_n_heads": 7, "index_head_dim": 10, "gated_norm_rank": 5,
+}  # fmt: skip
+HY_V4: Fields = {
+    **BASE, "num_key_value_heads": 6, "num_hidden_layers": 3, "head_dim": 4, "n_routed_experts": 12,
+    "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 3, "topk_group": 2,
+    "q_lora_rank": 21, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "index_topk": 12, "index_n_heads": 7, "index_head_dim": 10, "swiglu_limit": 1.1, "attention_bias": True,
+}  # fmt: skip
 OF_K_EXAONE: Fields = {
     **{name: SIGMOID[name] for name in ("num_experts_per_tok", "moe_intermediate_size", *GROUPS)},
     "num_experts": 16, "num_shared_experts": 2, "sliding_window": 7,
@@ -2062,6 +2074,54 @@ CASES: dict[str, Case] = {
         base=GLM5_NEXT,
         refused=frozenset({"num_attention_heads", "num_key_value_heads"}),  # they must be equal
         fixed=frozenset({"head_dim", "qk_rope_head_dim", "index_kpool_always_select_tail", "output_router_logits"}),
+    ),
+    "axk2": Case(  # with biases, as glm_moe_dsa
+        {
+            "plain": {},
+            "groups-tied-yarn": {
+                "n_group": 3,
+                "topk_group": 2,
+                "mlp_layer_types": ["sparse", "dense", "sparse"],
+                "tie_word_embeddings": True,
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 0.75,
+                "index_topk": 6,
+                "index_n_heads": 8,
+                "qk_rope_head_dim": 8,
+                "head_dim": 8,
+                "rms_norm_eps": 1e-3,
+                **FACTORS,
+            },
+        },
+        inert=OF_LATENTS,
+        base=AXK2,
+        fixed=frozenset({"head_dim"}),
+    ),
+    "hy_v4": Case(  # with biases, as glm_moe_dsa
+        {
+            "plain": {},
+            "shared-three-streams-tied-yarn": {
+                "num_hidden_layers": 4,
+                "indexer_types": ["full", "shared", "full", "shared"],
+                "mlp_layer_types": ["sparse", "dense", "dense", "sparse"],
+                "tie_word_embeddings": True,
+                "hc_mult": 3,
+                "hc_magnitude": 1.5,
+                "hc_eps": 1e-3,
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 0.75,
+                "index_topk": 6,
+                "index_n_heads": 8,
+                "index_head_dim": 10,
+                "qk_rope_head_dim": 8,
+                "head_dim": 8,
+                "rms_norm_eps": 1e-3,
+                **FACTORS,
+            },
+        },
+        inert=OF_LATENTS | {"learnable_sink_init"},
+        base=HY_V4,
+        fixed=frozenset({"head_dim", "output_router_logits"}),
     ),
     "deepseek_v4": Case(
         {

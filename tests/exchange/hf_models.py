@@ -97,9 +97,13 @@ READS_PADDING = {
     "recurrent_gemma": "lru_width",  # whose convolution reads padding, too
 }  # by model_type, if true
 # Names that transformers writes, and those of published files, which an export writes.
-WRITTEN_NAMES = {
+WRITTEN_NAMES: dict[str, tuple[str, Any]] = {
     "kimi_linear": (r"block_sparse_moe\.(gate_proj|up_proj|down_proj)", r"mlp.\1"),
     "deepseek_v4": (r"^model\.(?:(embed)_tokens|(hc_head)\.hc)?", r"\1\2"),
+    "hy_v4": (
+        r"hc_pre\.(hc_head)|hc_pre\.(hc_\w+_layer)|(mlp\.(?:shared_experts\.)?)linear_gate",
+        lambda found: found[1] or (f"{found[2]}.hc_pre" if found[2] else f"{found[3]}gate_proj"),
+    ),
     "olmo_hybrid": (r"([13])\.feedforward_layer_norm", r"\1.post_attention_layernorm"),  # layers with attention
 }
 # What transformers writes, and computes anew where a file lacks it, so that an export leaves it out.

@@ -27,6 +27,7 @@ from heddle.numerics.attention.latent import (
     _absorbed_untiled,
     _latent_tile,
     expand_latents,
+    online_attention,
 )
 from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers, TokenBias, zero_unused_slots
 from heddle.numerics.attention.sdpa import _torch_sdpa, sdpa, with_sink
@@ -672,6 +673,10 @@ BUGS = [
         replaced(_latent_tile, lambda latents, mask, keys: latents[:, :, keys])),
     Bug("absorbed scores of all keys without the scale", "kernel_equivalence", "latent-bias-scale",
         wrapped(_absorbed_untiled, lambda attend, *arguments: attend(*arguments[:-1], 1.0))),
+    Bug("a sink that scores at once leave out", "kernel_equivalence", "latent-sink",
+        condition(_absorbed_untiled, "sink", False)),
+    Bug("a sink that tiles of keys leave out", "chunked_decoding", "latent-sink",
+        calls(online_attention, "sink_per_query", lambda modifiers, q: None)),
     # Kernels of accelerators
     Bug("a block of rows given to the expert before", "kernel_equivalence", "moe",
         constant(_rows_in_blocks, True, False)),

@@ -17,7 +17,7 @@ from heddle.model.load_config import load_config
 from heddle.numerics import native
 from heddle.numerics.attention import latent
 from heddle.numerics.attention.latent import LATENT, LatentAttentionFacts, latent_attention_facts
-from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.attention.mask import NO_MODIFIERS, AttentionMask, ScoreModifiers
 from heddle.numerics.dispatch import DeviceSize, count_flops, record_choices
 from heddle.numerics.kernels import kernels
 from heddle.parts.layout import Layout
@@ -65,7 +65,7 @@ def draw(mask: AttentionMask, rope: int = ROPE, dtype: torch.dtype = torch.float
     return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
-def by_loops(inputs: list[Tensor], mask: AttentionMask) -> Tensor:
+def by_loops(inputs: list[Tensor], mask: AttentionMask, modifiers: ScoreModifiers = NO_MODIFIERS) -> Tensor:
     """The paper's equations: keys and values of each head and token, then plain attention."""
     q_nope, q_rope, latents, k_up, v_up = inputs
     batch, _, keys, _ = latents.shape
@@ -77,7 +77,7 @@ def by_loops(inputs: list[Tensor], mask: AttentionMask) -> Tensor:
                 c, k_rope = latents[b, 0, s, :RANK], latents[b, 0, s, RANK:]
                 k[b, h, s] = torch.cat((k_up[h * NOPE : (h + 1) * NOPE] @ c, k_rope))
                 v[b, h, s] = v_up[h * VALUE : (h + 1) * VALUE] @ c
-    return loop_attention(torch.cat((q_nope, q_rope), dim=-1), k, v, mask, SCALE)
+    return loop_attention(torch.cat((q_nope, q_rope), dim=-1), k, v, mask, SCALE, modifiers)
 
 
 @pytest.fixture(params=["one tile", "tiles"])
@@ -112,6 +112,30 @@ def test_gradients_equal_those_of_the_reference(kernel: str, case: str) -> None:
         gradients, torch.autograd.grad((expected * probe).sum(), inputs), strict=True
     ):
         torch.testing.assert_close(actual_gradient, expected_gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_sink_takes_its_share_of_every_softmax(kernel: str) -> None:
+    """Values against plain loops, and gradients against those of the reference."""
+    for make in CASES.values():
+        mask, sink = make(), torch.tensor([0.4, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+        inputs = draw(mask)
+        y = KERNELS[kernel](*inputs, mask, SCALE, sink)
+        with torch.no_grad():
+            expected = by_loops(inputs, mask, ScoreModifiers(sink=sink))
+        torch.testing.assert_close(y.detach(), expected, rtol=0, atol=1e-12)
+        reference, probe = KERNELS["reference"](*inputs, mask, SCALE, sink), torch.randn_like(y)
+        gradients = (torch.autograd.grad((each * probe).sum(), [*inputs, sink]) for each in (y, reference))
+        for actual_gradient, expected_gradient in zip(*gradients, strict=True):
+            torch.testing.assert_close(actual_gradient, expected_gradient, rtol=0, atol=1e-12)
+
+
+def test_the_operator_takes_no_sink() -> None:
+    facts = facts_of([x.detach() for x in draw(tail(1, 9))])._replace(native=True)
+    native_kernel = next(kernel for kernel in LATENT.kernels if kernel.name == "native")
+    assert native_kernel.unsupported(facts) is None
+    assert "sink" in str(native_kernel.unsupported(facts._replace(sink=True)))
 
 
 @pytest.mark.parametrize("queries", range(1, 10))

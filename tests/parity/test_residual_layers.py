@@ -14,9 +14,9 @@ from heddle.config import parse_config
 from heddle.model.config import ModelConfig
 from heddle.parts.build import ResidualContext
 from heddle.parts.norms.rms import RMSConfig
-from heddle.parts.residuals.pre_norm import NormGate, PreNormConfig
+from heddle.parts.residuals.pre_norm import NormGate, PreNorm, PreNormConfig
 from tests.cases import attention, design, layer
-from tests.laws.planting import calls
+from tests.laws.planting import calls, condition
 from tests.parity.reference import ExactRMS
 from tests.parts.loops import Errors, errors
 
@@ -92,6 +92,27 @@ def test_gated_norms_are_those_of_axk2(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(gated_norm_errors(seed)) < 1e-10
     calls(NormGate.forward, "silu", lambda module, x: module.relu(x))(monkeypatch)
     assert max(gated_norm_errors(0)) > 1e-3
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_mixtures_alone_have_gates(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which norms of a layer are gated is A.X K2's, for dense and for sparse ones."""
+    if planted:
+        condition(PreNorm.__init__, "is_dense", False)(monkeypatch)
+    config, norm = PreNormConfig(gate_rank=2, gated_feedforwards="mixtures"), RMSConfig()
+    small = {"hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 4, "n_routed_experts": 2}
+    theirs = axk2.AXK2Config(num_hidden_layers=2, mlp_layer_types=["dense", "sparse"], **small)
+    for index, kind in enumerate(("gated", "moe")):
+        block: Any = config.build(ResidualContext(("mixer", "feedforward"), 8, norm, feedforward=kind))
+        layer = axk2.AXK2DecoderLayer(theirs, index)
+        norms = {"mixer": layer.input_layernorm, "feedforward": layer.post_attention_layernorm}
+        gated = [name for name, each in norms.items() if isinstance(each, axk2.AXK2GatedRMSNorm)]
+        assert (list(block.gates) == gated) != (planted and kind == "gated")
+
+
+def test_gates_of_mixtures_need_a_rank() -> None:
+    with pytest.raises(heddle.errors.ConfigError, match="gated_feedforwards: is about gates of norms"):
+        PreNormConfig(gated_feedforwards="mixtures")
 
 
 def test_a_gate_without_a_norm_is_refused() -> None:

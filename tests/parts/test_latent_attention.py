@@ -24,7 +24,7 @@ from heddle.numerics.dispatch import count_flops
 from heddle.numerics.kernels import kernels
 from heddle.parts.mixers.latent_attention import LatentAttention
 from tests.cases import YARN, case, design, latent, layer
-from tests.laws.planting import condition
+from tests.laws.planting import calls, condition
 
 
 def config(position: dict[str, Any] | None = YARN, **fields: Any) -> ModelConfig:
@@ -128,6 +128,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"query_norm": "rms"},
         "mixer.query_norm: normalizes the latent of queries, but there is none;",
     ),
+    "gates of queries without gates": (
+        {"query_rank": 6, "gate_input": "queries"},
+        "mixer.gate_input: queries needs gates and a latent of queries; give gate,",
+    ),
+    "gates of queries without a latent": (
+        {"gate": "head", "gate_input": "queries"},
+        "mixer.gate_input: queries needs gates and a latent of queries; give query_rank,",
+    ),
     "an unknown norm": ({"kv_norm": "layer"}, "mixer.kv_norm: unknown value 'layer'; choices: rms, none"),
 }
 
@@ -161,6 +169,63 @@ def test_a_gate_multiplies_what_out_reads(gate: str, planted: bool, monkeypatch:
     gates = (x @ own["gate.weight"].T).sigmoid().repeat_interleave(5 if gate == "head" else 1, dim=-1)
     want = (read[0] * gates) @ own["out.weight"].T
     if planted:
-        condition(LatentAttention.forward, "gate", False)(monkeypatch)
+        condition(LatentAttention.forward, "gates", False)(monkeypatch)
     apart = float((gated(x, heddle.Layout.causal(2, 7))[0] - want).abs().max().detach())
     assert (apart > 1e-3) if planted else (apart < 1e-10)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_sink_takes_the_weight_of_its_head(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A very high one leaves nothing of its head, and a very low one takes nothing."""
+    options: tuple[dict[str, Any], ...] = ({"sink": True}, {})
+    sunk, bare = (model_under_test(config(**fields)).layers[0].mixer for fields in options)
+    assert isinstance(sunk, LatentAttention)
+    assert isinstance(bare, LatentAttention)
+    assert sunk.sink is not None
+    bare.load_state_dict({name: value for name, value in sunk.state_dict().items() if name != "sink"})
+    with torch.no_grad():
+        sunk.sink.fill_(-1e3)
+        sunk.sink[1] = 1e3
+        bare.out.weight.unflatten(1, (sunk.heads, -1))[:, 1] = 0.0
+    if planted:
+        calls(LatentAttention._attend, "latent_attention", lambda attend, *inputs: attend(*inputs[:-1]))(monkeypatch)
+    x, layout = torch.randn(2, 7, 24, dtype=torch.float64), heddle.Layout.causal(2, 7)
+    apart = float((sunk(x, layout)[0] - bare(x, layout)[0]).abs().max().detach())
+    assert (apart > 1e-3) if planted else (apart < 1e-10)
+
+
+BESIDE = {"query_rank": 6, "query_norm": "beside", "gate": "channel", "gate_input": "queries"}
+WITHOUT = {  # what leaves one of the two out
+    "raw latent": condition(LatentAttention.forward, "beside", False),
+    "gates of x": condition(LatentAttention.forward, "gates_queries", False),
+}
+
+
+def test_queries_and_gates_read_a_latent_and_its_norm() -> None:
+    """A mixer without a latent of queries, that is given what the projections read, is the same."""
+    mixer, bare = (model_under_test(config(**fields)).layers[0].mixer for fields in (BESIDE, {"gate": "channel"}))
+    assert isinstance(mixer, LatentAttention)
+    assert isinstance(bare, LatentAttention)
+    assert mixer.q_down is not None
+    own = mixer.state_dict()
+    x, layout = torch.randn(2, 7, 24, dtype=torch.float64), heddle.Layout.causal(2, 7)
+    raw = x @ own["q_down.weight"].T
+    normed = own["q_norm.weight"] * raw / (raw.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    read = torch.cat((normed, raw), dim=-1)
+    queries, gates = read @ own["q_up.weight"].T, read @ own["gate.weight"].T
+    shared = {name: value for name, value in own.items() if name.startswith(("kv_", "k_", "v_", "out"))}
+    bare.load_state_dict(shared, strict=False)
+    assert bare.q is not None
+    assert bare.gate is not None
+    for module, output in ((bare.q, queries), (bare.gate, gates)):
+        with torch.no_grad():
+            solved = torch.linalg.lstsq(x.flatten(0, 1), output.flatten(0, 1)).solution.T
+            module.weight.copy_(solved)
+    assert float((mixer(x, layout)[0] - bare(x, layout)[0]).abs().max().detach()) < 1e-9
+
+
+@pytest.mark.parametrize("planted", WITHOUT)
+def test_a_projection_that_reads_less_is_seen(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    WITHOUT[planted](monkeypatch)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        test_queries_and_gates_read_a_latent_and_its_norm()

@@ -14,7 +14,7 @@ from heddle.model.load_config import load_config
 from heddle.model.size import flops_per_token, size
 from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards import FeedforwardConfig
-from heddle.parts.feedforwards.moe import MoE
+from heddle.parts.feedforwards.moe import MoE, SharedExpert
 from heddle.parts.layout import Layout
 from heddle.parts.modules.router_statistics import RouterStatistics, _traced, record_router_statistics
 from heddle.parts.norms.rms import RMSConfig
@@ -55,6 +55,8 @@ def build_moe(**fields: Any) -> MoE:
         ({"routing": "sigmoid", "groups": 2, "top_groups": 3}, "top_groups: 3"),
         ({"routing": "softmax_group_max", "groups": 4, "top_groups": 1}, "top_k: 2"),
         ({"router_tolerance": 0.1}, "router_tolerance: is not used by softmax_topk"),
+        ({"shared_limit": False}, "shared_limit: false"),
+        ({"shared_limit": False, "shared": 1}, "shared_limit: false"),
         ({"routing": "topk"}, "routing:"),
         ({"aux_loss": -0.1}, "aux_loss: should be"),
         ({"capacity_factor": 0.0}, "capacity_factor: should be"),
@@ -84,6 +86,25 @@ def test_the_output_norm_reads_all_experts(planted: bool, monkeypatch: pytest.Mo
     if planted:
         condition(MoE.forward, "output_norm", True)(monkeypatch)
     apart = float((normed(x, Layout.causal(2, 5))[0] - want).abs().max().detach())
+    assert (apart > 1e-3) if planted else (apart < 1e-10)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_shared_expert_without_the_limit_of_the_others(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = {"shared": 1, "activation": "swiglu_limited", "limit": 0.3}
+    part, other = build_moe(**limited, shared_limit=False), build_moe(**limited)
+    other.load_state_dict(part.state_dict())
+    if planted:
+        condition(SharedExpert.__init__, "shared_limit", True)(monkeypatch)
+        part = build_moe(**limited, shared_limit=False)
+    x, layout = torch.randn(2, 5, WIDTH, dtype=torch.float64), Layout.causal(2, 5)
+    assert part.shared is not None
+    assert other.shared is not None
+    assert part.shared.gate is not None
+    routed = other(x, layout)[0] - other.shared(x)
+    gate, up = part.shared.gate(x), part.shared.up(x)
+    want = routed + part.shared.down(gate * gate.sigmoid() * up)
+    apart = float((part(x, layout)[0] - want).abs().max().detach())
     assert (apart > 1e-3) if planted else (apart < 1e-10)
 
 

@@ -83,6 +83,7 @@ class Layer(nn.Module):
             model.depth,
             layer_index,
             mixer="" if config.mixer is None else config.mixer.kind,
+            feedforward="" if feedforward is None else feedforward.kind,
             per_layer=model.embedding.per_layer is not None,
         )
         self.residual = build_under("residual", model.residual.build, residual_context)

@@ -33,9 +33,9 @@ class ResidualContext:
     """What residual blocks are built with.
 
     branches: the layer's branch names, "mixer" and "feedforward" or one of them. drop_rate: the layer's rate of
-    stochastic depth. dropout: the rate at which elements of a branch's output are dropped. mixer: the kind of the
-    layer's mixer, "" if it has none. per_layer: whether the layer reads an embedding of its own. The rest is as in
-    `BuildContext`.
+    stochastic depth. dropout: the rate at which elements of a branch's output are dropped. mixer, feedforward: the
+    kinds of the layer's, "" if it has none. per_layer: whether the layer reads an embedding of its own. The rest is as
+    in `BuildContext`.
     """
 
     branches: tuple[str, ...]
@@ -46,6 +46,7 @@ class ResidualContext:
     depth: int = 1
     layer_index: int = 0
     mixer: str = ""
+    feedforward: str = ""
     per_layer: bool = False
 
     def build_norms(self) -> nn.ModuleDict:

@@ -3,7 +3,7 @@
 Dense layers come first, then routed and shared experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from heddle.model.config import ModelConfig
 from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 from heddle.parts.modules.indexer import IndexerConfig
+from heddle.parts.residuals.pre_norm import PreNormConfig
 
 LATENTS = {
     "q_proj": "q", "q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_up", "kv_a_layernorm": "kv_norm",
@@ -381,18 +382,28 @@ def read_indexed_design(
 ) -> dict[str, Any]:
     """A design; all but the last are the family's defaults, `heads` the indexer's. indexer: further fields of it."""
     depth = config.require("num_hidden_layers", int)
-    config.expect("layer_types", None, [INDEXED] * depth)
     config.expect("mlp_bias", False, default=False)
-    dense, defaults = config.get("first_k_dense_replace", 3), (2048, heads, 128)
-    sizes = {own: config.get(name, size) for (name, own), size in zip(INDEXER_FIELDS.items(), defaults, strict=True)}
-    mixer = read_attention(config, "interleaved", query_rank) | {"indexer": sizes | indexer}
+    dense = config.get("first_k_dense_replace", 3)
+    mixer = read_attention(config, "interleaved", query_rank) | {"indexer": read_indexer(config, heads) | indexer}
     return _common.rms_design(config, eps, read_listed_layers(config, mixer, min(dense, depth)))
 
 
+def read_indexer(config: ConfigReader, heads: int) -> dict[str, Any]:
+    """The sizes of the indexer that every layer has; `heads` is the family's default."""
+    config.expect("layer_types", None, [INDEXED] * config.require("num_hidden_layers", int))
+    defaults = (2048, heads, 128)
+    return {own: config.get(name, size) for (name, own), size in zip(INDEXER_FIELDS.items(), defaults, strict=True)}
+
+
 def write_v32(design: ModelConfig) -> dict[str, Any]:
-    indexer = design_parts.first_latent_attention(design).indexer or IndexerConfig(top_k=1, heads=1, head_dim=2)
+    indexer = first_indexer(design)
     fields = write_deepseek(design) | write_sigmoid_routing(design) | write_feedforwards(design, {})
     return fields | {name: getattr(indexer, own) for name, own in INDEXER_FIELDS.items()}
+
+
+def first_indexer(design: ModelConfig) -> IndexerConfig:
+    """That of the first layer with latent attention; one of the least sizes if it has none."""
+    return design_parts.first_latent_attention(design).indexer or IndexerConfig(top_k=1, heads=1, head_dim=2)
 
 
 def map_v32(design: ModelConfig, weights: WeightMap) -> None:
@@ -414,12 +425,17 @@ def read_dsa(config: ConfigReader) -> dict[str, Any]:
     indexer = {"rope_layout": "interleaved"}
     design = read_indexed_design(config, 1e-5, query_rank=2048, heads=32, indexer=indexer)
     types = _layer_types.read_kinds(config, "indexer_types", usual_indexers(config), (OWN, SHARED))
-    layers = [{**layer, "repeat": 1} for layer in design["layers"] for _ in range(layer["repeat"])]
-    for layer, kind in zip(layers, types, strict=True):
+    return design | {"layers": with_shared_indexes(design["layers"], types)}
+
+
+def with_shared_indexes(layers: list[dict[str, Any]], types: Sequence[str]) -> list[dict[str, Any]]:
+    """Layers with indexers, those of type SHARED with the last earlier layer's selection in its place."""
+    each = [{**layer, "repeat": 1} for layer in layers for _ in range(layer["repeat"])]
+    for layer, kind in zip(each, types, strict=True):
         if kind == SHARED:
             mixer = {name: value for name, value in layer["mixer"].items() if name != "indexer"}
             layer["mixer"] = mixer | {"shared_index": True}
-    return design | {"layers": _layer_types.merge_repeats(layers)}
+    return _layer_types.merge_repeats(each)
 
 
 def usual_indexers(config: ConfigReader) -> list[str]:
@@ -445,6 +461,56 @@ GLM_MOE_DSA = Family(
     map_v32,
     ignored_tensors=("model.layers.{depth}.",),
 )
+
+
+# Fields of DeepSeek's files that later classes lack.
+UNKNOWN = "scoring_func", "topk_method", "num_nextn_predict_layers", "first_k_dense_replace", "moe_layer_freq"
+GATED_LATENTS = {name: own for name, own in LATENTS.items() if own != "q_up"}
+NORM_GATES = {"W_down": "down", "W_up": "up"}
+
+
+def read_axk2(config: ConfigReader) -> dict[str, Any]:
+    """A.X K2 (SK Telecom 2026): V3.2, with gated norms, and queries and gates that read a latent and its norm.
+
+    In transformers the experts of other groups have a score of 0: where fewer than `num_experts_per_tok` experts of the
+    best groups have more, after their biases, it takes some of those. heddle stays within the groups, as V3.2 does.
+    """
+    mixer = read_attention(config, "interleaved", query_rank=384)
+    if mixer["query_rank"] is None:
+        raise config.invalid("q_lora_rank", "its class projects queries from a latent; give its width")
+    mixer |= {"indexer": read_indexer(config, heads=16), "query_norm": "beside"}
+    mixer |= {"gate": "channel", "gate_input": "queries"}
+    layers = read_listed_layers(config, mixer, config.get("first_k_dense_replace", 1))
+    gates = {"gate_rank": config.get("gated_norm_rank", 16), "gated_feedforwards": "mixtures"}
+    return _common.rms_design(config, 1e-6, layers, residual={"kind": "pre_norm", **gates})
+
+
+def write_axk2(design: ModelConfig) -> dict[str, Any]:
+    moe, residual = design_parts.first_moe(design), design.residual
+    rank = residual.gate_rank if isinstance(residual, PreNormConfig) else None
+    groups = {"n_group": moe.groups, "topk_group": moe.top_groups, "gated_norm_rank": rank or 16}
+    return _common.without(write_v32(design), *UNKNOWN) | groups
+
+
+def map_axk2(design: ModelConfig, weights: WeightMap) -> None:
+    """V3.2's, with queries and gates in one tensor, head by head, and the gates of norms."""
+    _common.map_embedding_and_head(design, weights)
+    for hf, heddle, layer in _common.named_layers(design):
+        attention, mixer, heads = f"{hf}.self_attn", f"{heddle}.mixer", getattr(layer.mixer, "heads", 1)
+        map_attention(weights, attention, mixer, heads, GATED_LATENTS)
+        queries = [f"{mixer}.q_up", f"{mixer}.gate"]
+        weights.add_module(f"{attention}.q_b_proj", *queries, transform=interleaved_by_group(heads))
+        weights.add_modules(f"{attention}.indexer", f"{mixer}.indexer", INDEXER)
+        map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward")
+        for name, own in (("input_layernorm", "mixer"), ("post_attention_layernorm", "feedforward")):
+            gate = f"{heddle}.residual.gates.{own}"
+            is_gated = f"{gate}.down.weight" in weights.shapes
+            norm = f"{hf}.{name}.norm" if is_gated else f"{hf}.{name}"
+            weights.add_module(norm, f"{heddle}.residual.norms.{own}")
+            weights.add_modules(f"{hf}.{name}", gate, NORM_GATES)
+
+
+AXK2 = Family("axk2", "AXK2ForCausalLM", read_axk2, write_axk2, map_axk2)
 
 
 def read_youtu(config: ConfigReader) -> dict[str, Any]:

@@ -1,14 +1,20 @@
-"""Tencent's Hunyuan, dense and with experts, and Hy3."""
+"""Tencent's Hunyuan, dense and with experts, Hy3 and Hy4."""
 
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from heddle.exchange import design_parts
 from heddle.exchange.config_reader import ConfigReader
-from heddle.exchange.families import _common, _layer_types, _moe, deepseek, exaone
-from heddle.exchange.family import Family, WeightMap
+from heddle.exchange.families import _common, _layer_types, _moe, deepseek, deepseek_v4, exaone
+from heddle.exchange.family import Family, TensorTransform, WeightMap
 from heddle.exchange.rope import read_rope, read_rope_table
 from heddle.model.config import ModelConfig
+from heddle.parts.mixers.latent_attention import LatentAttentionConfig
+from heddle.parts.modules.indexer import IndexerConfig
+from heddle.parts.residuals.hyper_connections import HyperConnectionsConfig
 from heddle.parts.scalings.ntk import NtkConfig
 
 ALPHA = "alpha"
@@ -158,3 +164,79 @@ map_hy_v3 = partial(_common.map_weights, map_feedforward=_map_feedforward)
 HY_V3 = Family(
     "hy_v3", "HYV3ForCausalLM", read_hy_v3, write_hy_v3, map_hy_v3, ignored_tensors=("model.layers.{depth}.",)
 )
+
+
+OWN, SHARED = deepseek.OWN, deepseek.SHARED
+STREAMS = _common.Fields(streams=("hc_mult", 4), magnitude=("hc_magnitude", 2.0), eps=("hc_eps", 1e-6))
+LATENTS = deepseek.LATENTS | {"linear_gate": "gate", "learnable_sink_param": "sink"}
+INDEXER = ("wq_b", "q"), ("wk", "k"), ("k_norm", "k_norm")  # whose rotated dims are last
+WRITTEN = {  # by transformers, and in published files
+    "model.hc_pre.hc_head.": "model.hc_head.", "hc_pre.hc_attn_layer": "hc_attn_layer.hc_pre",
+    "hc_pre.hc_mlp_layer": "hc_mlp_layer.hc_pre",
+    "mlp.linear_gate": "mlp.gate_proj", "mlp.shared_experts.linear_gate": "mlp.shared_experts.gate_proj",
+}  # fmt: skip
+
+
+def read_hy_v4(config: ConfigReader) -> dict[str, Any]:
+    """Hy4 (Tencent 2026): latent attention with sinks, gates and shared selections, and streams that are not mixed.
+
+    Layers that predict further tokens are ignored; they do not change the next token's logits.
+    """
+    config.expect_all(hidden_act="silu", output_router_logits=False)
+    config.ignore("learnable_sink_init")  # of training from scratch
+    norm = {"kind": "layer", "eps": config.get("rms_norm_eps", 1e-5)}
+    mixer = deepseek.read_attention(config, "half") | {"gate": "channel", "sink": True}
+    mixer["indexer"] = deepseek.read_indexer(config, heads=16) | {"norm": norm}
+    if mixer["query_rank"] is None:
+        raise config.invalid("q_lora_rank", "its class projects queries from a latent; give its width")
+    limited = {"activation": "swiglu_limited", "limit": config.get("swiglu_limit", 10.0), "shared_limit": False}
+    layers = deepseek.read_listed_layers(config, mixer, dense=1, **limited)
+    usual = [OWN if not index or index % 4 == 1 else SHARED for index in range(_layer_types.read_depth(config))]
+    types = _layer_types.read_kinds(config, "indexer_types", usual, (OWN, SHARED))
+    residual = {"kind": "hyper_connections", **STREAMS.read(config), "mixing": False, "norm_weight": False}
+    residual |= {"whole_bias": True, "collapse": "weighted"}
+    return _common.rms_design(config, 1e-5, deepseek.with_shared_indexes(layers, types), residual=residual)
+
+
+def write_hy_v4(design: ModelConfig) -> dict[str, Any]:
+    residual = design.residual if isinstance(design.residual, HyperConnectionsConfig) else HyperConnectionsConfig()
+    fields = _common.without(deepseek.write_dsa(design), *deepseek.UNKNOWN)
+    limit = {"swiglu_limit": design_parts.first_moe(design).limit or 10.0, "hidden_act": "silu"}
+    return fields | STREAMS.write(residual) | limit
+
+
+def rolled(heads: int, rotated: int) -> TensorTransform:
+    """The rows of each head, whose last `rotated` ones are heddle's first."""
+
+    def turned(rows: Tensor, by: int) -> Tensor:
+        return torch.roll(rows.unflatten(0, (heads, -1)), by, 1).flatten(0, 1)
+
+    return TensorTransform(
+        lambda parameters: turned(parameters[0], -rotated), lambda tensor, shapes: [turned(tensor, rotated)]
+    )
+
+
+def map_hy_v4(design: ModelConfig, weights: WeightMap) -> None:
+    """The published names, and those that transformers writes."""
+    _common.map_embedding_and_head(design, weights)
+    deepseek_v4.map_streams(weights, "model.hc_head.hc_head", "final_norm.maps")
+    for hf, heddle, layer in _common.named_layers(design):
+        attention, mixer, config = f"{hf}.self_attn", f"{heddle}.mixer", layer.mixer
+        deepseek.map_attention(weights, attention, mixer, getattr(config, "heads", 1), LATENTS)
+        if isinstance(config, LatentAttentionConfig) and isinstance(config.indexer, IndexerConfig):
+            for name, own in INDEXER:
+                turned = rolled(config.indexer.heads or 1 if own == "q" else 1, config.rope_dim or 0)
+                weights.add_module(f"{attention}.indexer.{name}", f"{mixer}.indexer.{own}", transform=turned)
+        weights.add_module(f"{attention}.indexer.weights_proj", f"{mixer}.indexer.weights")
+        deepseek.map_feedforward(weights, f"{hf}.mlp", f"{heddle}.feedforward")
+        weights.use_alternatives([f"{hf}.mlp.experts.gate_up_proj", f"{hf}.mlp.experts.down_proj"])
+        _common.map_pre_norms(weights, hf, heddle)
+        for branch, own in (("attn", "mixer"), ("mlp", "feedforward")):
+            deepseek_v4.map_streams(weights, f"{hf}.hc_{branch}_layer.hc_pre.hc", f"{heddle}.residual.maps.{own}")
+    for name in list(weights.rules):
+        for theirs, published in WRITTEN.items():
+            if published in name:
+                weights.add_renamed(name.replace(published, theirs), name)
+
+
+HY_V4 = Family("hy_v4", "HYV4ForCausalLM", read_hy_v4, write_hy_v4, map_hy_v4, ignored_tensors=("model.mtp_layers.",))

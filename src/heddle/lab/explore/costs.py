@@ -140,6 +140,9 @@ def _check_mixture(n: Quantities) -> None:
     n.refuse((1 - shared) * n.has("shared_hidden"), shared=None, shared_hidden=40)
     n.refuse((1 - shared) * (1 - n.has("shared_hidden")) * n.shared_gate, shared=None, shared_gate=True)
     n.refuse((1 - shared) * n.has("shared_scale"), shared=None, shared_scale=0.5)
+    unlimited, limited = n.is_false("shared_limit"), n.equals("activation", "swiglu_limited")
+    n.refuse((1 - shared) * unlimited, shared=None, shared_limit=False, activation="swiglu_limited")
+    n.refuse(shared * (1 - limited) * unlimited, shared=1, shared_limit=False, activation="silu")
     n.refuse(n.has("shared_hidden") * n.above(n.shared, 1), shared=3, shared_hidden=40)
     n.refuse((1 - shared) * n.equals("bias", "shared"), shared=None, bias="shared")
     n.refuse(n.has("router_rank") * n.above(2, n.router_rank), router_rank=1)
@@ -279,8 +282,10 @@ def residual(n: Quantities) -> Costs:
 def pre_norm(n: Quantities) -> Costs:
     """A norm for each branch, and its gate."""
     n.refuse(n.has("gate_rank") * n.is_false("first_norm"), gate_rank=4, first_norm=False)
+    mixtures = n.equals("gated_feedforwards", "mixtures")
+    n.refuse((1 - n.has("gate_rank")) * mixtures, gated_feedforwards="mixtures")
     gate = projection(n, n.width, n.gate_rank) + projection(n, n.gate_rank, n.width)
-    return residual(n) + gate.scaled(n.branches * n.has("gate_rank"))
+    return residual(n) + gate.scaled((n.branches - mixtures * n.dense) * n.has("gate_rank"))
 
 
 @costs_of("residuals", "sandwich")

@@ -27,9 +27,10 @@ WITNESS_WIDTH = 480  # of rejected designs: 7 heads do not divide it
 class Quantities:
     """The fields of a part as symbols, and its surroundings. `v.heads` is a field of the JavaScript object `v`.
 
-    width: of the stream. tokens: of the sequence; an encoder output has as many. branches: per layer. layers,
-    all_branches: of the design. count: equal layers in a row, for which the mean is computed; layers_before,
-    branches_before: below them. A field is an attribute: a missing or false one counts 0, true counts 1.
+    width: of the stream. tokens: of the sequence; an encoder output has as many. branches: per layer. dense: its
+    feed-forwards without experts. layers, all_branches: of the design. count: equal layers in a row, for which the mean
+    is computed; layers_before, branches_before: below them. A field is an attribute: a missing or false one counts 0,
+    true counts 1.
     """
 
     def __init__(self) -> None:

@@ -202,6 +202,9 @@ def latent_attention(n: Quantities) -> Costs:
     n.refuse(n.above(n.kv_rank, n.width), n.kv_rank, kv_rank=700)
     n.refuse(n.above(n.query_rank, n.width), n.query_rank, query_rank=700)
     n.refuse(n.has("query_norm") * (1 - queries), query_norm="rms")
+    of_queries = n.equals("gate_input", "queries")
+    n.refuse(of_queries * (1 - n.has("gate")), gate_input="queries", query_rank=60)
+    n.refuse(of_queries * n.has("gate") * (1 - queries), gate_input="queries", gate="head", query_rank=None)
     normless = n.equals("kv_norm", "none") * (1 - queries * (1 - n.equals("query_norm", "none")))
     n.refuse(n.has("norm_eps") * normless, norm_eps=1e-5, kv_norm="none")
     n.refuse(rotates * (1 - n.has("rope_dim")), rope_dim=None, **rotary)
@@ -209,18 +212,19 @@ def latent_attention(n: Quantities) -> Costs:
     check_rotation(n, n.rope_dim)
     norms = (1 - n.equals("kv_norm", "none")) * n.kv_rank + (1 - n.equals("query_norm", "none")) * n.query_rank
     own = Costs(
-        parameters=norms,
+        parameters=norms + n.heads * n.sink,
         flops=attention_flops(pairs, 1, n.heads, dim + value_dim),
         cached=n.tokens * (n.kv_rank + n.rope_dim),
     )
     direct = projection(n, n.width, n.heads * dim, n.query_bias)
     by_latent = projection(n, n.width, n.query_rank, n.bias)
-    by_latent += projection(n, n.query_rank, n.heads * dim, n.query_bias)
+    query_input = n.query_rank * (1 + n.equals("query_norm", "beside"))
+    by_latent += projection(n, query_input, n.heads * dim, n.query_bias)
     read = direct.scaled(1 - queries) + by_latent.scaled(queries)
     read += projection(n, n.width, n.kv_rank + n.rope_dim, n.bias)
     read += projection(n, n.kv_rank, n.heads * (n.nope_dim + value_dim))
     gates = n.equals("gate", "head") * n.heads + n.equals("gate", "channel") * n.heads * value_dim
-    read += projection(n, n.width, gates)
+    read += projection(n, n.width, gates).scaled(1 - of_queries) + projection(n, query_input, gates).scaled(of_queries)
     return read + own + projection(n, n.heads * value_dim, n.width, n.bias)
 
 

@@ -5,7 +5,8 @@
 q_nope [B, H, T, d_n], q_rope [B, H, T, d_r], latents [B, 1, S, r + d_r] = [c ; k_rope], k_up [H·d_n, r],
 v_up [H·d_v, r] -> [B, H, T, d_v]. Expanded: the latents are projected to keys and values of each head. Absorbed: the
 queries are projected to the latent space, and the latents serve as keys and values of all heads. That costs more per
-pair of tokens, but nothing has to be computed for earlier tokens.
+pair of tokens, but nothing has to be computed for earlier tokens. A sink [H] is one more logit of each head, without a
+value.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from heddle.numerics import native
 from heddle.numerics.attention import softmax
-from heddle.numerics.attention.mask import AttentionMask, visible_pairs
+from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers, visible_pairs
 from heddle.numerics.attention.softmax import attention
 from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, add_flops, counts_flops, device_type
 from heddle.numerics.linear import linear
@@ -28,10 +29,11 @@ from heddle.numerics.norms import at_least_float32, without_autocast
 class _OnlineSoftmax:
     """Keeps, per query, the greatest score so far, the sum of the weights and the weighted sum of the values."""
 
-    def __init__(self, q: Tensor) -> None:
+    def __init__(self, q: Tensor, sink: Tensor | None) -> None:
         self.q = q
-        self.max_score: Tensor | None = None
-        self.weight_sum, self.value_sum = q.new_zeros(()), q.new_zeros(())
+        self.max_score = None if sink is None else sink.detach()
+        self.weight_sum = q.new_zeros(()) if sink is None else (sink - sink.detach()).exp()  # 1, with its gradient
+        self.value_sum = q.new_zeros(())
 
     def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> None:
         """Add keys k [B, G, s, d], values v [B, G, s, d_v]. hidden: bool [B, 1 or H, T, s], None if all are visible."""
@@ -65,7 +67,11 @@ def _matmul(x: Tensor, y: Tensor) -> Tensor:
 
 
 def online_attention(
-    q: Tensor, tile: Callable[[slice], tuple[Tensor, Tensor]], mask: AttentionMask, sizes: tuple[int, int]
+    q: Tensor,
+    tile: Callable[[slice], tuple[Tensor, Tensor]],
+    mask: AttentionMask,
+    sizes: tuple[int, int],
+    sink: Tensor | None = None,
 ) -> Tensor:
     """softmax(Q Kᵀ + mask) V in at least float32. `tile(keys)` returns a range of K and V. sizes: (queries, keys)."""
     queries, keys = q.shape[2], mask.k_positions.shape[1]
@@ -74,7 +80,10 @@ def online_attention(
     tile_size = max(1, sizes[0])
     starts = range(0, max(1, queries), tile_size)  # one empty tile for a call without tokens
     tiles = [slice(start, min(start + tile_size, queries)) for start in starts]
-    softmaxes = [_OnlineSoftmax(at_least_float32(q[:, :, query_range])) for query_range in tiles]
+    sink = ScoreModifiers(sink=sink).sink_per_query(q)
+    softmaxes = [
+        _OnlineSoftmax(at_least_float32(q[:, :, part]), None if sink is None else sink[:, :, part]) for part in tiles
+    ]
     for start in range(0, keys, sizes[1]):
         key_range = slice(start, min(start + sizes[1], keys))
         k, v = tile(key_range)
@@ -118,6 +127,7 @@ class LatentAttentionFacts(NamedTuple):
     device: str
     most_selected: int | None = None
     native: bool = False
+    sink: bool = False
 
 
 def expanded_flops(queries: int, keys: int, facts: LatentAttentionFacts) -> int:
@@ -136,7 +146,14 @@ def absorbed_flops(queries: int, keys: int, facts: LatentAttentionFacts) -> int:
 
 
 def reference(
-    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latents: Tensor,
+    k_up: Tensor,
+    v_up: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Expand the latents by einsum, then attend by the reference kernel of softmax attention."""
     (batch, heads, queries, _), keys, rank = q_nope.shape, latents.shape[2], k_up.shape[1]
@@ -144,7 +161,8 @@ def reference(
     k_nope, v = (torch.einsum("bsr,hdr->bhsd", c, up.unflatten(0, (heads, -1))) for up in (k_up, v_up))
     facts = latent_attention_facts(q_nope, q_rope, latents, k_up, v_up, mask.most_selected)
     add_flops(batch * heads * expanded_flops(queries, keys, facts))
-    return softmax.reference(torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope), -1), v, mask, scale)
+    q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope), -1)
+    return softmax.reference(q, k, v, mask, scale, modifiers=ScoreModifiers(sink=sink))
 
 
 def expand_latents(latents: Tensor, up_projections: UpProjections, heads: int) -> tuple[Tensor, Tensor]:
@@ -156,14 +174,28 @@ def expand_latents(latents: Tensor, up_projections: UpProjections, heads: int) -
 
 
 def _expanded(
-    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latents: Tensor,
+    k_up: Tensor,
+    v_up: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    sink: Tensor | None = None,
 ) -> Tensor:
     k, v = expand_latents(latents, (k_up, v_up), q_nope.shape[1])
-    return attention(torch.cat((q_nope, q_rope), dim=-1), k, v, mask, scale)
+    return attention(torch.cat((q_nope, q_rope), dim=-1), k, v, mask, scale, modifiers=ScoreModifiers(sink=sink))
 
 
 def _expanded_tiles(
-    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latents: Tensor,
+    k_up: Tensor,
+    v_up: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Expand one tile of keys and values at a time, each tile once."""
     (batch, heads, queries, _), keys = q_nope.shape, latents.shape[2]
@@ -178,12 +210,19 @@ def _expanded_tiles(
     max_elements = MAX_TILE_ELEMENTS.on(latents)
     tile_keys = min(keys, max(MIN_TILE, max_elements * keys // max(1, facts.expanded_elements)))
     tile_queries = max(MIN_TILE, max_elements // (batch * heads * max(1, tile_keys)))
-    y = online_attention(torch.cat((q_nope, q_rope), dim=-1) * scale, tile, mask, (tile_queries, tile_keys))
+    y = online_attention(torch.cat((q_nope, q_rope), dim=-1) * scale, tile, mask, (tile_queries, tile_keys), sink)
     return y.to(q_nope.dtype)
 
 
 def _absorbed(
-    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latents: Tensor,
+    k_up: Tensor,
+    v_up: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Attend to one tile of latents at a time."""
     (batch, heads, queries, _), rank = q_nope.shape, k_up.shape[1]
@@ -195,12 +234,19 @@ def _absorbed(
     q = _absorbed_queries(q_nope, q_rope, latents, k_up, v_up, mask)
     rows = batch * max(heads * queries, latents.shape[3])
     tile_keys = max(MIN_TILE, MAX_TILE_ELEMENTS.on(latents) // rows)
-    y = online_attention(q * scale, tile, mask, (queries, tile_keys))
+    y = online_attention(q * scale, tile, mask, (queries, tile_keys), sink)
     return _projected_values(y, v_up, q_nope)
 
 
 def _absorbed_untiled(
-    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latents: Tensor,
+    k_up: Tensor,
+    v_up: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """All scores at once, in about ten launches. For few queries, as in a decode step."""
     (batch, heads, queries, _), rank = q_nope.shape, k_up.shape[1]
@@ -208,12 +254,15 @@ def _absorbed_untiled(
     c = _factor(_latent_tile(latents, mask, slice(None))[:, 0])
     with without_autocast(latents):
         scores = _wide_product(q, c.mT).view(batch, heads, queries, latents.shape[2])
-        if mask.all_visible:
-            weights = scores.softmax(-1)
-        else:
-            hidden = ~mask.visible(heads)
-            # a query without a visible key gets NaN, which the second mask turns into zeros
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
+        hidden = None if mask.all_visible else ~mask.visible(heads)
+        scores = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
+        if sink is not None:
+            sinks = ScoreModifiers(sink=sink).sink_per_query(q_nope)
+            assert sinks is not None
+            scores = torch.cat((scores, sinks.to(scores.dtype)), dim=-1)
+        weights = scores.softmax(-1)[..., : latents.shape[2]]
+        if hidden is not None:  # a query without a visible key gets NaN
+            weights = weights.masked_fill(hidden, 0.0)
         y = _wide_product(weights.flatten(1, 2), c[..., :rank]).view(batch, heads, queries, rank)
     return _projected_values(y, v_up, q_nope)
 
@@ -293,6 +342,8 @@ def _should_absorb(facts: LatentAttentionFacts) -> str | None:
 def _native_unsupported(facts: LatentAttentionFacts) -> str | None:
     if not facts.native:
         return native.NOT_IN_USE
+    if facts.sink:
+        return "it takes no sink"
     if facts.queries > MAX_NATIVE_QUERIES:
         return f"it takes up to {MAX_NATIVE_QUERIES} queries, not {facts.queries}"
     return None if _should_absorb(facts) else "expanding the keys costs no more FLOPs than absorbing"
@@ -329,8 +380,9 @@ def latent_attention_facts(
     k_up: Tensor,
     v_up: Tensor,
     most_selected: int | None = None,
+    sink: bool = False,
 ) -> LatentAttentionFacts:
-    """The facts of one call of `latent_attention`. most_selected: as in its mask."""
+    """The facts of one call of `latent_attention`. most_selected: as in its mask. sink: whether there is one."""
     batch, heads, queries, nope_width = q_nope.shape
     keys, rope_width, value_width = latents.shape[2], q_rope.shape[3], v_up.shape[0] // heads
     return LatentAttentionFacts(
@@ -346,6 +398,7 @@ def latent_attention_facts(
         device=device_type(latents),
         most_selected=most_selected,
         native=_native_serves(q_nope, q_rope, latents, k_up, v_up),
+        sink=sink,
     )
 
 
@@ -358,9 +411,17 @@ def _native_serves(*tensors: Tensor) -> bool:
 
 
 def latent_attention(
-    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_up: Tensor, v_up: Tensor, mask: AttentionMask, scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latents: Tensor,
+    k_up: Tensor,
+    v_up: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Attend. Shapes as in the module's docstring. `q_rope` and the `k_rope` in `latents` are already rotated."""
-    kernel = LATENT.choose(latent_attention_facts(q_nope, q_rope, latents, k_up, v_up, mask.most_selected))
-    y: Tensor = kernel.run(q_nope, q_rope, latents, k_up, v_up, mask, scale)
+    inputs, with_sink = (q_nope, q_rope, latents, k_up, v_up), () if sink is None else (sink,)
+    kernel = LATENT.choose(latent_attention_facts(*inputs, mask.most_selected, sink is not None))
+    y: Tensor = kernel.run(*inputs, mask, scale, *with_sink)
     return y

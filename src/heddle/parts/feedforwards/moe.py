@@ -217,7 +217,8 @@ class MoEConfig(FeedforwardConfig):
 
     The `shared` experts are built as one expert, as wide as all of them together. With `shared: 1` that one may be
     `shared_hidden` wide instead. `shared_gate` multiplies it by `sigmoid(w · x)` (Qwen2-MoE). `bias: shared` gives
-    biases to this expert only (DeepSeek-V2). `limit` and `alpha` are as in `gated`. `renormalize` divides the gates of
+    biases to this expert only (DeepSeek-V2). With `shared_limit: false` it has silu without `limit`, in the place of
+    `swiglu_limited` (Hy V4, 2026). `limit` and `alpha` are as in `gated`. `renormalize` divides the gates of
     the chosen experts by their sum, plus `renormalize_eps` (LFM2: 1e-6); with `top_k: 1` and no eps the gate is then
     always 1, and the loss gives the router no gradient. `weighted: inputs` multiplies the input of an expert by its
     gate, not the output: `expert_i(gate_i · x)` (Llama 4). With `groups`, only experts of the best `top_groups` groups
@@ -243,7 +244,7 @@ class MoEConfig(FeedforwardConfig):
     data_dependent = ("capacity_factor",)
     later_fields = (
         *("weighted", "router_rank", "router_softcap", "shared_scale", "selection", "hash_seed", "output_norm"),
-        *("router_tolerance", "id_range"),
+        *("router_tolerance", "id_range", "shared_limit"),
     )
 
     experts: Width
@@ -259,6 +260,7 @@ class MoEConfig(FeedforwardConfig):
     shared_hidden: PositiveInt | None = None
     shared_gate: bool = False
     shared_scale: PositiveFloat | None = None  # default: 1
+    shared_limit: bool = True  # `limit` is of the shared expert, too
     routing: Routing = "softmax_topk"
     selection: Literal["scores", "hash", "table"] = "scores"  # of experts: by the router, or by the ids of tokens
     hash_seed: Annotated[int, Field(ge=0, lt=2**16)] = 0
@@ -292,6 +294,9 @@ class MoEConfig(FeedforwardConfig):
             refuse("renormalize_eps", f"is added to a sum that {why}, does not divide by; leave it out")
         if self.shared is None and self.shared_scale is not None:
             refuse("shared_scale", "is for shared experts, but there are none; give shared, or leave it out")
+        if not self.shared_limit and (self.shared is None or self.activation != "swiglu_limited"):
+            what = "there is no shared expert" if self.shared is None else "activation is not swiglu_limited"
+            refuse("shared_limit", f"false leaves a limit out, but {what}; leave it out")
         if self.shared is None and (self.shared_hidden is not None or self.shared_gate):
             name = "shared_gate" if self.shared_hidden is None else "shared_hidden"
             refuse(name, "is for shared experts, but there are none; give shared, or leave it out")
@@ -415,7 +420,7 @@ class SharedExpert(nn.Module):
         self.gate = Linear(width, hidden, bias, value_projection=True) if config.expert == "gated" else None
         self.up = Linear(width, hidden, bias, value_projection=True)
         self.down = Linear(hidden, width, bias, output_projection=True)
-        self.activation = config.activation_function
+        self.activation = config.activation_function if config.shared_limit else activation("silu")
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:

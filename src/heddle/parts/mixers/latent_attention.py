@@ -7,6 +7,8 @@ The cache holds c and the rotated k_rope, kv_rank + rope_dim elements per token.
 rotated, the rotation would stand between W_uk and the queries that absorb it.
 
 With `gate` the output of each head is multiplied by sigmoid(W_g x), one gate per head (Ling 3.0, 2026) or per channel.
+With `query_norm: beside` queries are projected from the latent and its norm, [N(c) ; c], and with `gate_input: queries`
+gates from the same (A.X K2, 2026). `sink` adds one learned logit per head to the softmax's denominator (Hy V4, 2026).
 
 With `indexer` each query attends to `top_k` keys or blocks, which an indexer selects (DeepSeek Sparse Attention, 2025;
 see `IndexerConfig`). With `shared_index` a layer has no indexer, and attends to the keys that the last earlier layer
@@ -19,16 +21,19 @@ from typing import Any, Literal, Self
 
 import torch
 from pydantic import model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from heddle.config import DesignError, Part, PositiveFloat, Width, build_under, parse_config, refuse
 from heddle.numerics.attention.latent import expand_latents, latent_attention
+from heddle.numerics.attention.mask import ScoreModifiers
+from heddle.numerics.norms import at_least_float32
+from heddle.numerics.random import ParameterDraws
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import LogitRows, Mixer, MixerConfig, merge_heads, split_heads
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.indexer import INDEX_PROJECTIONS, IndexedCache, IndexerConfig, IndexQueries, build_indexer
-from heddle.parts.modules.linear import Linear, SelfInitialized, fused_projections, weight_matrix
+from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections, weight_matrix
 from heddle.parts.modules.router_statistics import record_largest_logits
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
@@ -43,7 +48,7 @@ class LatentAttentionConfig(MixerConfig):
     """Fields of `latent_attention`. None or false: off, or the default named in the comment."""
 
     aliases = ("mla",)
-    later_fields = ("indexer", "shared_index", "gate", "norm_eps")
+    later_fields = ("indexer", "shared_index", "gate", "norm_eps", "sink", "gate_input")
     heads: Width
     kv_rank: Width  # width of the latent of keys and values
     query_rank: Width | None = None  # width of the latent of queries; default: no latent, queries are projected from x
@@ -51,12 +56,14 @@ class LatentAttentionConfig(MixerConfig):
     rope_dim: Width | None = None  # rotated dims, whose keys all heads share; default: none
     value_dim: Width | None = None  # default: nope_dim
     kv_norm: LatentNorm | None = None  # default: rms
-    query_norm: LatentNorm | None = None  # default: rms
+    query_norm: LatentNorm | Literal["beside"] | None = None  # default: rms
     norm_eps: PositiveFloat | None = None  # of both norms; default: 1e-6
     scale: PositiveFloat | None = None  # default: 1 / sqrt(nope_dim + rope_dim); YaRN multiplies either
     bias: bool = False  # of the latents, the shared keys and out (DeepSeek)
     query_bias: bool | None = None  # of the projection to query heads, from x or from their latent; default: none
     gate: Literal["head", "channel"] | None = None  # of the output: one for each head, or for each of its channels
+    gate_input: Literal["input", "queries"] = "input"  # what gates are projected from: x, or what queries are
+    sink: bool = False  # one learned logit per head, without a value
     indexer: IndexerConfig | None = None  # selects the keys that each query attends to
     shared_index: bool = False  # attends to the keys that the last earlier layer with an indexer selected
     position: RotationConfig | None = None
@@ -73,6 +80,9 @@ class LatentAttentionConfig(MixerConfig):
             refuse(
                 "query_norm", "normalizes the latent of queries, but there is none; give query_rank, or leave it out"
             )
+        if self.gate_input == "queries" and (self.gate is None or self.query_rank is None):
+            missing = "gate" if self.gate is None else "query_rank"
+            refuse("gate_input", f"queries needs gates and a latent of queries; give {missing}, or leave it out")
         queries = None if self.query_rank is None else self.query_norm or "rms"
         if self.norm_eps is not None and self.kv_norm == "none" and queries in (None, "none"):
             refuse("norm_eps", "is for the norms of latents, but there are none; leave it out")
@@ -131,7 +141,7 @@ class LatentAttentionConfig(MixerConfig):
         return LatentAttention(self, context.width)
 
 
-class LatentAttention(Mixer):
+class LatentAttention(SelfInitialized, Mixer):
     """The module. Its state is a `KVCache` with keys [B, 1, slots, kv_rank + rope_dim] and no values.
 
     With `indexer` it is an `IndexedCache`, which has the indexer's keys as well.
@@ -151,21 +161,32 @@ class LatentAttention(Mixer):
         self.q = Linear(width, self.heads * head_dim, bias=query_bias) if query_rank is None else None
         self.q_down = None if query_rank is None else Linear(width, query_rank, bias=bias)
         self.q_norm = None if query_rank is None else _latent_norm(query_rank, config.query_norm, config.norm_eps)
-        self.q_up = None if query_rank is None else Linear(query_rank, self.heads * head_dim, bias=query_bias)
+        self.beside = config.query_norm == "beside"
+        read = (query_rank or width) * (2 if self.beside else 1)
+        self.q_up = None if query_rank is None else Linear(read, self.heads * head_dim, bias=query_bias)
         self.kv_down = Linear(width, rank, bias=bias)
         self.kv_norm = _latent_norm(rank, config.kv_norm, config.norm_eps)
         self.k_rope = Linear(width, self.rope_dim, bias=bias) if self.rope_dim else None
         self.k_up = Linear(rank, self.heads * self.nope_dim)
         self.v_up = Linear(rank, self.heads * value_dim, value_projection=True)
         gate_widths = {"head": self.heads, "channel": self.heads * value_dim}
-        self.gate = None if config.gate is None else Linear(width, gate_widths[config.gate])
+        self.gates_queries = config.gate_input == "queries"
+        gate_input = read if self.gates_queries else width
+        self.gate = None if config.gate is None else Linear(gate_input, gate_widths[config.gate])
+        self.sink = nn.Parameter(torch.empty(self.heads)) if config.sink else None
         self.out = Linear(self.heads * value_dim, width, bias=bias, output_projection=True)
         position = config.position
         self.position = None if position is None else build_under("position", position.build, self.rope_dim)
         self.scale = (config.scale or head_dim**-0.5) * (1.0 if self.position is None else self.position.score_scale)
         self.indexer = build_indexer(config.indexer, width, query_rank or width, position, self.rope_dim)
         of_index = INDEX_PROJECTIONS if query_rank is None else INDEX_PROJECTIONS[1:]  # q reads the latent
-        self.input_projections = ("q", "q_down", "kv_down", "k_rope", "gate", *of_index)
+        gates = () if self.gates_queries else ("gate",)
+        self.input_projections = ("q", "q_down", "kv_down", "k_rope", *gates, *of_index)
+
+    def init_weights(self, std: float, draws: ParameterDraws) -> None:
+        """Normal sinks. The projections initialize themselves."""
+        if self.sink is not None:
+            fill_normal(self.sink, std, draws("sink"))
 
     @property
     def logit_rows(self) -> Sequence[LogitRows]:
@@ -189,9 +210,11 @@ class LatentAttention(Mixer):
     def forward(self, x: Tensor, layout: Layout, state: Any = None) -> tuple[Tensor, Any]:
         """x [B, T, width] -> ([B, T, width], new state)."""
         queries, latents, *rope_keys = fused_projections(x, *self._projections)
-        if self.q_norm is not None:
-            queries = self.q_norm(queries)
+        raw, queries = queries, queries if self.q_norm is None else self.q_norm(queries)
         index = None if self.indexer is None else self.indexer(x, x if self.q_up is None else queries, layout)
+        queries = torch.cat((queries, raw), dim=-1) if self.beside else queries
+        gated = queries if self.gates_queries else x
+        gates = None if self.gate is None else at_least_float32(self.gate(gated)).sigmoid()
         queries = queries if self.q_up is None else self.q_up(queries)
         q_nope, q_rope = split_heads(queries, self.heads).split((self.nope_dim, self.rope_dim), dim=-1)
         latents = latents[:, None]
@@ -204,9 +227,8 @@ class LatentAttention(Mixer):
             latents = torch.cat((latents, k_rope), dim=-1)
         y, state = self._attend((q_nope, q_rope), latents, index, layout, state)
         y = merge_heads(y)
-        if self.gate is not None:
-            gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, -1))
-            y = (y.unflatten(-1, (self.heads, -1)) * gates).flatten(-2)
+        if gates is not None:
+            y = (y.unflatten(-1, (self.heads, -1)) * gates.unflatten(-1, (self.heads, -1))).flatten(-2).to(y.dtype)
         return self.out(y), state
 
     @property
@@ -237,14 +259,15 @@ class LatentAttention(Mixer):
             latents, _, mask, state = state.extend(latents, latents[..., :0], layout, None)
         up = weight_matrix(self.k_up), weight_matrix(self.v_up)
         if self.indexer is not None:
-            mask = self.indexer.select(index, partial(_attended, queries, latents, up), mask, layout, self.scale)
+            attended, modifiers = partial(_attended, queries, latents, up), ScoreModifiers(sink=self.sink)
+            mask = self.indexer.select(index, attended, mask, layout, self.scale, modifiers)
             if self.kv_target is not None and layout.handed_over is not None:
                 layout.handed_over.by_layer[self.kv_target] = mask
         elif self.kv_source is not None:
             assert layout.handed_over is not None
             mask = layout.handed_over.by_layer[self.kv_source]
         record_largest_logits(self, partial(_attended, queries, latents, up), mask, self.scale)
-        return latent_attention(*queries, latents, *up, mask, self.scale), state
+        return latent_attention(*queries, latents, *up, mask, self.scale, self.sink), state
 
 
 @torch.no_grad()
@@ -253,7 +276,7 @@ def _attended(queries: tuple[Tensor, Tensor], latents: Tensor, up: tuple[Tensor,
     return torch.cat(queries, dim=-1), expand_latents(latents, up, queries[0].shape[1])[0]
 
 
-def _latent_norm(rank: int, kind: LatentNorm | None, eps: float | None) -> SelfInitialized | None:
+def _latent_norm(rank: int, kind: str | None, eps: float | None) -> SelfInitialized | None:
     if kind == "none":
         return None
     fields = {"kind": "rms", "eps": eps or LATENT_EPS}

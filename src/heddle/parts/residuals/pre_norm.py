@@ -3,12 +3,13 @@
 With `multiplier` m it is `x + m · f(N(x))` (Granite, IBM 2024). With `first_norm: false` the first branch of the first
 layer reads x as it is; the embedding has a norm then (ModernBERT, Warner et al. 2024). With `gate_rank` r a branch
 reads y ⊙ σ(U silu(D y)) in place of y = N(x), with its own D [r, width] and U [width, r] (gated norm; A.X K2, 2026).
+There feed-forwards without experts have none: `gated_feedforwards: mixtures`.
 
 x ──┬── N ── mixer ──(+)──┬── N ── feedforward ──(+)── …  ── N ──
     └─────────────────┘   └───────────────────────┘
 """
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -25,16 +26,19 @@ class PreNormConfig(FinalNormConfig):
     """`multiplier` scales every branch's output (Granite's residual_multiplier)."""
 
     aliases = ("prenorm",)
-    later_fields = (*FinalNormConfig.later_fields, "gate_rank")
+    later_fields = (*FinalNormConfig.later_fields, "gate_rank", "gated_feedforwards")
 
     multiplier: PositiveFloat | None = None
     first_norm: bool = True  # whether the first branch of the first layer has a norm
     gate_rank: Width | None = None  # of the gates of the norms
+    gated_feedforwards: Literal["all", "mixtures"] = "all"  # which feed-forwards have one
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.gate_rank is not None and not self.first_norm:
             refuse("gate_rank", "gates every norm, but first_norm: false leaves a branch without one; drop one of them")
+        if self.gate_rank is None and self.gated_feedforwards != "all":
+            refuse("gated_feedforwards", "is about gates of norms, but there are none; give gate_rank, or leave it out")
         return self
 
     @property
@@ -72,8 +76,9 @@ class PreNorm(Residual):
         self.norms, self.multiplier, rank = context.build_norms(), config.multiplier, config.gate_rank
         if not config.first_norm and context.layer_index == 0:
             self.norms[context.branches[0]] = nn.Identity()
-        gates = {} if rank is None else {name: NormGate(context.width, rank) for name in context.branches}
-        self.gates = nn.ModuleDict(gates)
+        is_dense = config.gated_feedforwards == "mixtures" and context.feedforward != "moe"
+        gated = [name for name in context.branches if rank is not None and not (is_dense and name == "feedforward")]
+        self.gates = nn.ModuleDict({name: NormGate(context.width, rank or 1) for name in gated})
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:
         """stream [B, T, width] -> the same shape."""

@@ -122,7 +122,7 @@ function below(design, entries) {
 function surroundings(design, layer) {
   const all = below(design, design.layers.length), before = below(design, Math.max(0, design.layers.indexOf(layer)));
   return {
-    width: design.width, tokens: design.tokens, branches: branchesOf(layer), ...aroundNorms(design.norm),
+    width: design.width, tokens: design.tokens, branches: branchesOf(layer), dense: layer.feedforward && layer.feedforward.kind !== "moe" ? 1 : 0, ...aroundNorms(design.norm),
     layers: all.layers, all_branches: all.branches, count: layer.count ?? 1, layers_before: before.layers, branches_before: before.branches,
   };
 }
