@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
+from heddle.conversion.head_parameters import head_maps
 from heddle.conversion.weights import LayerActivations
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
@@ -89,7 +90,8 @@ def attention_factors(config: AttentionConfig, layer: Mapping[str, Tensor]) -> A
     assert config.scale is not None
     assert config.kv_heads is not None
     order, frequencies, factor = head_dims(config, layer["mixer.q.weight"].dtype)
-    q, k = (_map(layer, name).unflatten(0, (-1, config.head_dim))[:, order] for name in ("mixer.q", "mixer.k"))
+    maps = (("mixer.q", config.heads), ("mixer.k", config.kv_heads))
+    q, k = (head_maps(layer, name, heads)[:, order] for name, heads in maps)
     for x in (q, k):
         x[:, : 2 * len(frequencies)] *= factor
     out = layer["mixer.out.weight"].double()
@@ -97,20 +99,12 @@ def attention_factors(config: AttentionConfig, layer: Mapping[str, Tensor]) -> A
     return AttentionFactors(
         q=q,
         k=k,
-        v=_map(layer, "mixer.v").unflatten(0, (config.kv_heads, -1)),
+        v=head_maps(layer, "mixer.v", config.kv_heads),
         out=out.unflatten(1, (config.heads, -1)).transpose(0, 1),
         out_bias=out.new_zeros(len(out)) if bias is None else bias.double(),
         frequencies=frequencies.to(out.device),
         scale=config.scale,
     )
-
-
-def _map(layer: Mapping[str, Tensor], name: str) -> Tensor:
-    """[W, b] of a projection, in float64."""
-    weight = layer[f"{name}.weight"].double()
-    bias = layer.get(f"{name}.bias")
-    column = weight.new_zeros(len(weight), 1) if bias is None else bias.double()[:, None]
-    return torch.cat((weight, column), dim=1)
 
 
 def head_dims(config: AttentionConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:

@@ -74,7 +74,7 @@ class ChatFormat:
         self._special_tokens = {
             name: text
             for name, token in special_token_settings(config, named).items()
-            if name.endswith("_token") and (text := _token_text(token))
+            if name.endswith("_token") and (text := special_token_text(token))
         }
         self._special_tokens_pattern = re.compile("|".join(map(re.escape, tokenizer.special_tokens.values())))
         from heddle.data.chat_template import ChatTemplate  # Jinja is imported only for conversations
@@ -239,7 +239,8 @@ def _select_template(templates: Any) -> str | None:
     return templates if isinstance(templates, str) else None
 
 
-def _token_text(token: Any) -> str | None:
+def special_token_text(token: Any) -> str | None:
+    """The text of a special token, which is stored as a string or as an object with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 

@@ -9,7 +9,13 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
-from heddle.data.chat import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, special_token_settings, turn_end_ids
+from heddle.data.chat import (
+    SPECIAL_TOKENS_FILE,
+    TOKENIZER_CONFIG_FILE,
+    special_token_settings,
+    special_token_text,
+    turn_end_ids,
+)
 from heddle.errors import ConfigError, DataError, describe_path
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.safetensors_folder import CONFIG_FILE, parse_json, read_text_file, to_json
@@ -151,7 +157,7 @@ def _bos_ids(backend: Backend, named: Mapping[str, Any]) -> tuple[int, ...]:
         raise DataError(f"{TOKENIZER_FILE}: cannot encode a text ({error}); restore the file") from error
     count = next((i for i, special in enumerate(encoding.special_tokens_mask) if not special), 0)
     bos_ids = encoding.ids[:count]
-    bos_token = _token_text(named.get("bos_token")) if named.get("add_bos_token") is True else None
+    bos_token = special_token_text(named.get("bos_token")) if named.get("add_bos_token") is True else None
     bos_id = backend.token_to_id(bos_token) if bos_token is not None and not bos_ids else None
     return tuple(bos_ids) if bos_id is None else (bos_id,)
 
@@ -162,9 +168,9 @@ def _with_added_tokens(text: str, backend: Backend, added: Any, file: str, folde
     Raises ConfigError for a token that would get another id there.
     """
     entries = added.items() if isinstance(added, dict) else ()
-    missing = [(key, entry) for key, entry in entries if backend.token_to_id(_token_text(entry) or "") is None]
+    missing = [(key, entry) for key, entry in entries if backend.token_to_id(special_token_text(entry) or "") is None]
     for key, entry in sorted(missing, key=lambda pair: (len(pair[0]), pair[0])):
-        content = _token_text(entry)
+        content = special_token_text(entry)
         if content is None or key != str(backend.get_vocab_size()):
             raise ConfigError(f"{folder / file}: adds token {key}, which does not fit {TOKENIZER_FILE}; re-save both")
         flags = {name: entry[name] for name in TOKEN_FLAGS if name in entry}
@@ -178,7 +184,7 @@ def _named_tokens(named: Mapping[str, Any]) -> list[str]:
     others = [name for name in named if name.endswith("_token") and name not in TOKEN_NAMES]
     tokens = [named.get(name) for name in (*TOKEN_NAMES, *others)]
     tokens += extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
-    return list(dict.fromkeys(text for token in tokens if (text := _token_text(token))))
+    return list(dict.fromkeys(text for token in tokens if (text := special_token_text(token))))
 
 
 def _with_named_tokens(text: str, backend: Backend, named: Mapping[str, Any], vocab_limit: int, folder: Path) -> str:
@@ -207,15 +213,9 @@ def _eos_ids(
                 raise ConfigError(f"{folder / file}: field 'eos_token_id' is {value!r}; it should be token ids")
             if token < 2**32 and backend.id_to_token(token) is not None:
                 eos_ids.append(token)
-    eos_token = _token_text(named.get("eos_token"))
+    eos_token = special_token_text(named.get("eos_token"))
     eos_id = None if eos_token is None else backend.token_to_id(eos_token)
     return tuple(dict.fromkeys([*eos_ids, *([] if eos_id is None else [eos_id])]))
-
-
-def _token_text(token: Any) -> str | None:
-    """The text of a special token, which is stored as a string or as an object with `content`."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
 
 
 def _with_turn_ends(generation_config: str, turn_ends: tuple[int, ...]) -> str:

@@ -102,8 +102,8 @@ def test_the_frontier_is_monotone_and_optimal(seed: int) -> None:
 def test_a_solver_out_of_time_leaves_the_frontier_monotone(monkeypatch: pytest.MonkeyPatch) -> None:
     table, right = random_table(0), solver.solve
 
-    def late(table: ScoreTable, limits: dict[str, float], pairs: bool) -> Solution | None:
-        found = right(table, limits, pairs)
+    def late(table: ScoreTable, limits: dict[str, float]) -> Solution | None:
+        found = right(table, limits)
         poor = limits["state"] > 0.6 * table.totals["state"]  # everything converted, which no budget asks for
         return Solution((0, 3, 6, 9), table.value((0, 3, 6, 9)) + 100, 1.0) if poor else found
 

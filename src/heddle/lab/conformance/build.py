@@ -298,9 +298,9 @@ def goldens_of(model: Decoder) -> Goldens:
 
 
 @torch.no_grad()
-def logits_of(model: Decoder, row: Sequence[int]) -> Tensor:
+def logits_of(model: Decoder, row: Sequence[int], layout: Layout | None = None) -> Tensor:
     """Logits [T, vocab] of one row."""
-    logits: Tensor = model.head(model(torch.tensor([list(row)]))[0])[0]
+    logits: Tensor = model.head(model(torch.tensor([list(row)]), layout)[0])[0]
     return logits
 
 
@@ -529,11 +529,10 @@ def _with(design: ModelConfig, values: dict[Steps, Any], parameters: Mapping[str
     return model.eval()
 
 
-@torch.no_grad()
-def _logits(model: Decoder, row: Sequence[int]) -> Tensor | None:
+def _logits(model: Decoder, row: Sequence[int], layout: Layout | None = None) -> Tensor | None:
     """Logits [T, vocab]; None where the model refuses the row or gives no numbers."""
     try:
-        logits: Tensor = model.head(model(torch.tensor([list(row)]))[0])[0]
+        logits = logits_of(model, row, layout)
     except (HeddleError, RuntimeError, ValueError):
         return None
     return logits if bool(logits.isfinite().all()) else None

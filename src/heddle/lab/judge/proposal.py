@@ -7,7 +7,6 @@ own is screened in another process, with limits: `python -m heddle.lab.judge.pro
 
 import ast
 import hashlib
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from heddle import progress
 from heddle.config import load_part
+from heddle.data.cache import json_sha256
 from heddle.data.corpus import prepare_corpus
 from heddle.data.token_file import TokenFile
 from heddle.errors import ConfigError, HeddleError
@@ -170,7 +170,7 @@ class Submission:
     def content(self) -> str:
         """The SHA-256 of everything but the name."""
         files = {name: hashlib.sha256(data).hexdigest() for name, data in self.files.items()}
-        return hashlib.sha256(json.dumps([self.change, files], sort_keys=True).encode()).hexdigest()
+        return json_sha256([self.change, files])
 
 
 def read_proposal(file: Path) -> Submission:
@@ -340,7 +340,9 @@ def _screened(request: Mapping[str, Any]) -> dict[str, Any]:
     if candidate.trainer is not None:
         if set(change) != {"trainer"} and number:
             raise Refused("trainer", "a trainer of your own brings its own design and data; propose nothing beside it")
-        identity = _hash([candidate.trainer["train"], candidate.trainer["score"], _trainer_code(folder, candidate)])
+        identity = json_sha256(
+            [candidate.trainer["train"], candidate.trainer["score"], _trainer_code(folder, candidate)]
+        )
         _refuse_known(request, identity)
         if number:
             _refuse_held_out_code(request, folder, candidate)
@@ -367,7 +369,7 @@ def _screened(request: Mapping[str, Any]) -> dict[str, Any]:
         tokenizer=tokenizer,
     )
     training = Settings(steps=1, **(request["training"] | candidate.training)).identity()
-    identity = _hash([_resolved(config, candidate, folder), training, corpus.hash])
+    identity = json_sha256([_resolved(config, candidate, folder), training, corpus.hash])
     _refuse_known(request, identity)
     if change.get("data"):
         _refuse_overlap(request, [file.read(0, len(file)) for file in corpus.train], "of its training text")
@@ -446,10 +448,6 @@ def _size(config: ModelConfig, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Identity: what two candidates have in common if they are the same but for names.
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _resolved(config: ModelConfig, candidate: Candidate, folder: Path) -> Any:
