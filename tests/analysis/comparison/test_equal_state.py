@@ -22,6 +22,7 @@ from heddle.model.config import ModelConfig
 from heddle.model.load_config import load_config
 from heddle.model.size import state_bytes
 from heddle.parts.mixers import RecurrentMixer
+from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
@@ -146,6 +147,7 @@ def test_the_table_shows_what_was_changed() -> None:
 # Which fields of a mixer change, kind by kind, against numbers worked out by hand.
 
 WIDTH = 64
+CONVOLVED = {"of": ["q"], "conv_kernel": 5}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +162,8 @@ WIDTH = 64
         (LatentAttentionConfig, {"heads": 4, "kv_rank": 24, "nope_dim": 8}, 0.5, {"kv_rank": 12}),
         (LatentAttentionConfig, {"heads": 4, "kv_rank": 64, "nope_dim": 8}, 0.5, {"kv_rank": 32}),
         (NativeSparseAttentionConfig, {"heads": 4, "window": 9}, 0.5, {"kv_heads": 2}),  # it stores all tokens
+        # a window beside the last tokens of a convolution, which stay
+        (AttentionConfig, {"heads": 4, "window": 2, "short_convolution": CONVOLVED}, 2.0, {"window": 4}),
         (DifferentialAttentionConfig, {"heads": 4}, 0.5, {"kv_heads": 2}),
         (DifferentialAttentionConfig, {"heads": 4, "window": 10}, 0.5, {"window": 5}),
     ],

@@ -145,7 +145,7 @@ def _state_changes(mixer: MixerConfig, values: dict[str, Any], factor: float, wi
 
 @cache
 def _scaling_choice(mixer: MixerConfig, width: int) -> int | None:
-    """The number of the first choice that, for a factor of 2 or a half, changes a long sequence's state by half."""
+    """The number of the first choice that, for a factor of 2 or a half, changes a long sequence's state by a tenth."""
     values = {name: getattr(mixer, name) for name in type(mixer).model_fields}
     size = _state_size(mixer, width)
     pairs = zip(_choices(mixer, values, 2.0, width), _choices(mixer, values, 0.5, width), strict=True)
@@ -155,7 +155,7 @@ def _scaling_choice(mixer: MixerConfig, width: int) -> int | None:
                 changed = _state_size(mixer.replace(**changes), width)
             except ConfigError:  # it allows no such value
                 continue
-            if max(changed, size) > 1.5 * min(changed, size):
+            if max(changed, size) > 1.1 * min(changed, size):
                 return number
     return None
 
