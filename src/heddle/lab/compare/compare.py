@@ -484,11 +484,12 @@ HEADER_LINES = 3
 PLAIN_WIDTH = 100  # columns, where the output is not a terminal
 
 
-def print_report(report: Report) -> None:
+def print_report(report: Report, console: Console | None = None) -> None:
     """Print to standard output; as plain text of 100 columns where that is not a terminal."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=PLAIN_WIDTH)
     console.print(report_tables(report))
 
 
