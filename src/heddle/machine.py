@@ -47,6 +47,7 @@ TIE, PRODUCTS_TIE = 1.1, 1.05  # the mean over all products repeats within 2 %
 ROUNDS, MIN_ROUNDS = 7, 3
 SECONDS = 0.5  # for the rounds of one race, after the first MIN_ROUNDS
 LIMIT_SECONDS = 30.0  # of a section: an idle machine takes 2 to 5
+BUSY_SECONDS = 3600.0  # for which a section that was not measured within the limit is not tried again
 RECORD = "machine.json"  # of a comparison or a ladder
 # rows, inputs, outputs: of feed-forwards and a vocabulary, in small, medium and large designs
 PRODUCTS = ((512, 128, 352), (512, 128, 4096), (1024, 512, 1408), (1024, 768, 2048))
@@ -136,19 +137,21 @@ def measured_facts(
 ) -> Facts:
     """The measurements by section, from the cache where it has them. anew: measure everything again.
 
-    A section that takes over `LIMIT_SECONDS`, because the machine is busy, is left to the next call, and so is what
-    does not end within `seconds`, which include building operators and waiting for another process.
+    A section that takes over `LIMIT_SECONDS`, because the machine is busy, is tried again after `BUSY_SECONDS`; what
+    does not end within `seconds`, which include building operators and waiting for another process, by the next call.
     Raises ConfigError or MachineError without a writable cache folder.
     """
     count = torch.get_num_threads() if threads is None else threads
     path, clock, measured = _facts_file(count), _Clock(seconds), False
+    busy_path = _facts_file(count, "machine-busy")
 
     def is_known() -> bool:
-        return time.perf_counter() >= clock.end or (not anew and set(needs) <= set(_known(path)))
+        known = {*_known(path), *_left_out(busy_path)}
+        return time.perf_counter() >= clock.end or (not anew and set(needs) <= known)
 
     with wait_for_lock(path, is_known):  # two processes that measure at once would disturb each other
-        facts = _known(path)
-        missing = [section for section in needs if anew or section not in facts]
+        facts, left_out = _known(path), {} if anew else _left_out(busy_path)
+        missing = [section for section in needs if anew or section not in {*facts, *left_out}]
         if missing:
             name = f"{count} thread{'s' if count > 1 else ''}"
             most = min(LIMIT_SECONDS * len(missing), inf if seconds is None else seconds)
@@ -163,17 +166,32 @@ def measured_facts(
                             clock.check()
                             facts[section], measured = MEASURES[section](), True
                         except OutOfTimeError as error:
-                            print_status(f"{section}: {error}; what was measured before, or torch's default, is used")
+                            used, again = "what was measured before, or torch's default, is used", ""
+                            if time.perf_counter() < clock.end:
+                                left_out[section] = time.time()
+                                again = " for an hour; `heddle doctor --measure` measures at once"
+                            print_status(f"{section}: {error}; {used}{again}")
             finally:
                 _clock.reset(token)
+            if left_out:
+                write_json_file(busy_path, left_out)
             if measured:
                 write_json_file(path, facts)
     return facts
 
 
-def _facts_file(threads: int) -> Path:
+def _facts_file(threads: int, kind: str = "machine") -> Path:
     """The cache file of the measurements. Raises ConfigError or MachineError without a cache folder."""
-    return DataCache(None).path("json", "machine", VERSION, _key(threads))
+    return DataCache(None).path("json", kind, VERSION, _key(threads))
+
+
+def _left_out(path: Path) -> Facts:
+    """The sections that a busy machine did not end lately, and when that was."""
+    now = time.time()
+    with suppress(CheckpointError):
+        times = read_json_file(path).items()
+        return {name: at for name, at in times if name in ALL_NEEDS and 0 <= now - at < BUSY_SECONDS}
+    return {}
 
 
 def _known(path: Path) -> Facts:

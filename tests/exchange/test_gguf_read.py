@@ -66,6 +66,12 @@ def test_what_was_written_is_read(family: str, variant: str, tmp_path: Path) -> 
     assert again.tokenizer.eos_ids == [tokenizer().eod_id]
 
 
+def test_the_cache_of_a_hub_is_links_to_blobs(wide: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").symlink_to(wide)
+    loaded, expected = load_gguf(tmp_path / "model.gguf").model, load_gguf(wide).model
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), expected.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_types_are_kept(dtype: torch.dtype, tmp_path: Path) -> None:
     _, ours = model_pair("llama", "plain")

@@ -58,7 +58,7 @@ class Contents:
 
 def read_contents(file: Path) -> Contents:
     """Read the keys, and map the tensors into memory. Raises CheckpointError for a damaged file or another format."""
-    with file_io.open_regular_file(file, file_io.READ_FLAGS) as (descriptor, size):
+    with file_io.open_regular_file(file, file_io.READ_FLAGS_FOLLOWING_LINKS) as (descriptor, size):
         if size < 24:
             raise CheckpointError(f"{file}: is not a GGUF: it has only {size} bytes; download it again")
         mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
