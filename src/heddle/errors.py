@@ -106,7 +106,7 @@ def home_folder() -> Path:
 
 
 def describe_path(path: str | Path) -> str:
-    """Say what stands at a path, links followed: "is a folder", "is a named pipe", "does not exist"."""
+    """Say what is at a path, links followed: "is a folder", "is a named pipe", "does not exist"."""
     try:
         return describe_file_type(os.stat(path).st_mode)
     except ValueError:

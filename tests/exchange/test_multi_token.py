@@ -289,12 +289,12 @@ LEFT_OUT: dict[str, tuple[str, Change, str]] = {
     "another embedding": (
         "deepseek_v3",
         lambda tensors: tensors | {"model.layers.3.embed_tokens.weight": tensors["model.embed_tokens.weight"] + 1},
-        "tensor 'model.layers.3.embed_tokens.weight' is not the model's 'model.embed_tokens.weight'",
+        "tensor 'model.layers.3.embed_tokens.weight' differs from the model's 'model.embed_tokens.weight'",
     ),
     "another head": (
         "glm4_moe",
         lambda tensors: tensors | {"model.layers.3.shared_head.head.weight": tensors["lm_head.weight"] * 2},
-        "tensor 'model.layers.3.shared_head.head.weight' is not the model's 'lm_head.weight'",
+        "tensor 'model.layers.3.shared_head.head.weight' differs from the model's 'lm_head.weight'",
     ),
     "an embedding of its own": (
         "qwen3_5_text",

@@ -29,7 +29,7 @@ class WatchSettings(VerbSettings):
     port: Annotated[int | None, Option("N", "Port of the page on 127.0.0.1. [any free one]")] = None
     open: Annotated[bool, Option("", "Open the page in the browser.")] = False
     prompt: Annotated[str | None, Option("TEXT", "Also show how each new checkpoint continues TEXT.")] = None
-    out: Annotated[Path | None, Option("FILE", "Write the page as it is now and exit.")] = None
+    out: Annotated[Path | None, Option("FILE", "Write the current page and exit.")] = None
 
 
 def watch(settings: WatchSettings) -> None:

@@ -50,7 +50,7 @@ FEATURES = (
 class FittedRewrite(Rewrite, ABC):
     """Mixers are replaced by other mixers, each fitted on a text.
 
-    keep: how many layers stay as they are, or their share (1/4): the layers that raise the loss on the text the most
+    keep: how many layers stay unchanged, or their share (1/4): the layers that raise the loss on the text the most
     when converted alone. fit_steps, fit_learning_rate, seed: of the fit. lowered: the error that the fit lowers.
     """
 

@@ -197,7 +197,7 @@ class DequantizedFolder(SafetensorsFolder):
         fields, source = self.config.pop(QUANTIZATION, None), folder / CONFIG_FILE
         if not isinstance(fields, dict):
             raise ConfigError(
-                f"{source}: has no '{QUANTIZATION}', so there is nothing to dequantize; import it as it is"
+                f"{source}: has no '{QUANTIZATION}', so there is nothing to dequantize; leave dequantize out"
             )
         self.method, self.fields = fields.get("quant_method"), fields
         packing = packing_of(fields)

@@ -208,7 +208,7 @@ class BatchScheduler:
             return ended + [NextToken(row.key, NOT_FINITE, error) for row in running]
 
     def _end_at_limit(self) -> list[NextToken]:
-        """End rows whose next token has no position, so that the other rows of the step go on."""
+        """End rows whose next token has no position, so that the other rows of the step continue."""
         limit, results = self._runner.model.config.position_limit, []
         for row in (*self._rows, *self._joining):
             if limit is not None and not row.has_left and len(row.request.prompt_ids[0]) + row.tokens > limit:

@@ -57,7 +57,7 @@ class QuantizedLinear(nn.Module):
 class QuantizedModel(NamedTuple):
     """A quantized model, its number of weights, and how many of them were quantized.
 
-    A tied head counts as quantized; the embedding that it shares stays as it is, for lookups.
+    A tied head counts as quantized; the embedding that it shares is unchanged, for lookups.
     """
 
     model: Decoder

@@ -100,7 +100,7 @@ def add_lora(
 def merge_lora(model: Decoder, gather: Callable[[Tensor], Tensor] | None = None) -> Decoder:
     """Return a plain model that computes the same as a model with adapters. It shares every weight without an adapter.
 
-    A model without adapters is returned as it is. gather: returns the whole of a tensor that is sharded over ranks.
+    A model without adapters is returned unchanged. gather: returns the whole of a tensor that is sharded over ranks.
     """
     if not adapters(model):
         return model

@@ -413,7 +413,7 @@ class Engine:
                 try:
                     for result in self._scheduler.step():
                         self._deliver(result)
-                except Exception as error:  # not of one request: all running ones end, and the server goes on
+                except Exception as error:  # not of one request: all running ones end, and the server continues
                     self._end_all(_as_request_error(error))
         for job in [*self._waiting, *self._running.values()]:
             job.deliver(Event(error=RequestError(SHUTTING_DOWN, status=503)))

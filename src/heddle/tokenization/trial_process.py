@@ -23,7 +23,7 @@ def _limit() -> None:
 
 
 def main() -> None:
-    """Encode runs of each unit, and of all units in turn, each followed by an unexpected character and all units."""
+    """Encode long runs of each unit, and of all in turn, each followed by an unexpected character and all units."""
     request = json.load(sys.stdin)
     steps, units = request["steps"], request["units"]
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}

@@ -196,7 +196,7 @@ class StepResult:
 
     `read` waits for this step, but not for work queued after it: a loop that reads a step once the next is queued keeps
     the device busy. `loss`, `gradient_norm` and `skipped` call `read`. is_state_finite: bool [], whether weights and
-    moments were finite before the step. qk_clip: the largest logit that QK-clip leaves as it is.
+    moments were finite before the step. qk_clip: the largest logit that QK-clip does not change.
     """
 
     def __init__(

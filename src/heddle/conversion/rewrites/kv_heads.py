@@ -46,7 +46,7 @@ def fit_output(layer: Parameters, mixer: Attention, activations: LayerActivation
     """Refit W_o (and its bias) to minimize Σ |y − W_o z − b|² + λ |ΔW_o|² over the text.
 
     z: the input of the projection in `mixer`, which has the parameters of `layer` in float64. y: the output of the
-    mixer in `activations`. λ = RIDGE · tokens · mean(z²). ΔW_o: the change, so a layer without error stays as it is.
+    mixer in `activations`. λ = RIDGE · tokens · mean(z²). ΔW_o: the change, so a layer without error does not change.
     """
     weight, bias = layer["mixer.out.weight"].double(), layer.get("mixer.out.bias")
     inputs = weight.shape[1] + (bias is not None)

@@ -94,7 +94,7 @@ def assembled(
     design = source.design.replace(layers=layers).resolved()
     for index, expected in kv_sources.items():
         if expected is not None and (design.kv_sources[index] != expected or expected in configs):
-            reason = f"was fitted to the keys and values of layer {expected}, which changes; leave that layer as it is"
+            reason = f"was fitted to the keys and values of layer {expected}, which changes; leave that layer unchanged"
             raise DesignError(f"layers.{index}.mixer", reason)
     return _Assembled(source, design, made)
 

@@ -289,7 +289,7 @@ def _read_rope(config: ConfigReader, kind: str, head_dim: int) -> dict[str, Any]
 
 
 def write_gemma4(design: ModelConfig) -> dict[str, Any]:
-    """The fields that `read_gemma4` reads; the heads of full layers in the form of older and of newer files."""
+    """The fields that `read_gemma4` reads; the heads of full layers in both the older and the newer form."""
     types = design_parts.layer_types(design)
     mixers = dict(zip(reversed(types), reversed(_attentions(design)), strict=False))
     sliding = mixers.get(SLIDING) or design_parts.first_attention(design)

@@ -152,7 +152,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _label(text: str, value: Any, all_values: Sequence[Any]) -> str:
-    """A string as it is; a mapping by its kind and the fields that differ within it; else the text."""
+    """A string itself; a mapping by its kind and the fields that differ within it; else the text."""
     if isinstance(value, str):
         text = value
     elif value is None:

@@ -93,7 +93,7 @@ def seeds_for(
 ) -> int | None:
     """The fewest seeds (2 to 100) with which seed variance adds no more than this half-width, or None.
 
-    Assumes that the spread stays as it is.
+    Assumes that the spread does not change.
     """
     designs, variance = len(statistics.names), float(statistics.variance[row, column])
 
@@ -216,7 +216,7 @@ class StoppingRule:
         return TEXT_LIMITED if text >= self._sufficient(difference) else OPEN
 
     def _sufficient(self, difference: float) -> float:
-        """The half-width that decides a design, if its difference stays as it is."""
+        """The half-width that decides a design, if its difference does not change."""
         return max(difference, self.half_width - difference)
 
     def _seeds_needed(self, statistics: PairStatistics, design: int, leader: int) -> int:

@@ -187,7 +187,7 @@ PROBE_SETS |= {name: (name,) for name in RECALL_PROBES}
 
 
 def select_probes(names: str) -> tuple[str, ...]:
-    """Parse comma-separated probes: auto, all, none or names of tasks; "auto" stays as it is.
+    """Parse comma-separated probes: auto, all, none or names of tasks; "auto" is returned unchanged.
 
     Raises ConfigError for an unknown name, a repeated name, and for auto, all or none together with other names.
     """

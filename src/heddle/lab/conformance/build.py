@@ -402,7 +402,7 @@ def _cases(model: Decoder, goldens: Goldens, tolerances: Mapping[str, float]) ->
     if not model.causal:
         return
     length = len(goldens.rows[0])
-    # Where angles depend on a text's length, an engine that is told the last one rotates its beginning otherwise.
+    # Where angles depend on a text's length, an engine that knows the final length rotates its beginning differently.
     of_length = any(module.length_dependent for module in model.modules() if isinstance(module, Rotation))
     if not of_length:
         yield {"property": "padding", "way": "padded", "side": "left", "rows": [0, 1, 2], "cuts": [length - GOES_ON]}

@@ -450,7 +450,7 @@ class HeddleModel(Model):
             lengths = [len(rows[index]) for index in chosen]
             layout = Layout.padded(lengths, side=case["side"])
             tokens = padded(rows, chosen, case["side"])[0]
-            if "cuts" in case:  # the batch goes on from its padded start
+            if "cuts" in case:  # the batch continues from its padded start
                 read = case["cuts"][0]
                 state = self.model.init_state(len(lengths), cache_length=tokens.shape[1])
                 begun, state = self._run(tokens[:, :read], Layout.of(layout.positions[:, :read]), state)

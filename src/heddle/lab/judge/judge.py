@@ -237,7 +237,7 @@ def server(settings: JudgeSettings) -> Any:
     def submit(proposal: str, files: dict[str, str] | None = None, more: bool = False) -> dict[str, Any]:
         """Submit a proposal in YAML and get its verdict. files: the text of each file that it names; more: more pairs.
 
-        A call takes as long as the runs: minutes or more. A call that was cut off goes on when it is repeated.
+        A call takes as long as the runs: minutes or more. Repeat an interrupted call to continue it.
         """
         with tempfile.TemporaryDirectory() as folder:
             for name, text in {**(files or {}), "proposal.yaml": proposal}.items():

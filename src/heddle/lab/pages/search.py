@@ -82,7 +82,7 @@ def score_map(results: SearchResults) -> HeatMap:
             cells.append(HeatCell(f"{score.kl:.2g}", max(0.0, heat), notes))
         rows.append((f"layer {layer}", cells))
     return HeatMap(
-        ["KL, nats per token"], ["as it is", *(target.replace(",", ", ") for target in results.targets)], rows
+        ["KL, nats per token"], ["not replaced", *(target.replace(",", ", ") for target in results.targets)], rows
     )
 
 

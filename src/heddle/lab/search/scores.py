@@ -65,7 +65,7 @@ class Replacement:
 
     @property
     def needs(self) -> tuple[int, ...]:
-        """The layers that must stay as they are."""
+        """The layers that must stay unchanged."""
         return () if self.kv_source is None else tuple(range(self.kv_source, self.layer))
 
 
@@ -120,7 +120,7 @@ def _rewrite(target: str, layers: Sequence[int]) -> Rewrite:
 class Replacements:
     """All replacements of a model's layers.
 
-    text: that they are fitted to. keep: layers that stay as they are. left_out: why a target replaces no layer.
+    text: that they are fitted to. keep: layers that stay unchanged. left_out: why a target replaces no layer.
     """
 
     def __init__(

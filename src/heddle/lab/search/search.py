@@ -499,7 +499,7 @@ class Search(Plan):
         return tuple(f"layers.{','.join(map(str, own))}.{target}" for target, own in layers.items())
 
     def _describe(self, choice: Choice) -> str:
-        return "; ".join(self.choices(choice)) or "the model as it is"
+        return "; ".join(self.choices(choice)) or "the unchanged model"
 
     def _by_layer(self, choice: Choice) -> list[str]:
         by_layer = {self.items[item].layer: self.items[item].target for item in choice}

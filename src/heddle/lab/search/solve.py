@@ -18,7 +18,7 @@ from scipy.sparse import coo_array
 from heddle.errors import ConfigError
 
 FloatArray = npt.NDArray[np.float64]
-Choice = tuple[int, ...]  # the numbers of the chosen replacements, ascending; layers without one stay as they are
+Choice = tuple[int, ...]  # the numbers of the chosen replacements, ascending; layers without one stay unchanged
 SLACK = 1e-9  # of a budget, for rounding
 SOLVE_SECONDS = 30.0  # after which the best choice so far is returned, with its gap
 TRIES = 10_000  # of a random choice
@@ -106,7 +106,7 @@ def solve(
     pairs: with interactions; without them the sum of single KLs. without: choices that are excluded.
     """
     count = len(table.layers)
-    options = [[*table.of_layer(layer), count + layer] for layer in range(table.depth)]  # the last: as it is
+    options = [[*table.of_layer(layer), count + layer] for layer in range(table.depth)]  # the last: unchanged
     objective, rows = [*table.kl, *[0.0] * table.depth], _Rows()
     for own in options:
         rows.add([(item, 1.0) for item in own], 1.0, 1.0)

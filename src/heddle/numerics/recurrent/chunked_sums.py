@@ -116,8 +116,8 @@ def safe_reciprocal(x: Tensor) -> Tensor:
 def safe_quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     """numerator / denominator for denominators ≥ 0, and 0 where they are too small to divide by.
 
-    The gradient of a division divides twice. That of a product with the reciprocal would square it, which overflows for
-    denominators below 1e-19 in float32.
+    Autograd of a division divides twice; of a product with the reciprocal it would square the reciprocal, which
+    overflows for denominators below 1e-19 in float32.
     """
     too_small = denominator <= torch.finfo(denominator.dtype).tiny
     return (numerator / denominator.masked_fill(too_small, 1.0)).masked_fill(too_small, 0.0)

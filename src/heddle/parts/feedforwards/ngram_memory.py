@@ -44,7 +44,7 @@ class NGramMemoryConfig(FeedforwardConfig):
     heads: Annotated[int, Field(ge=1, le=32)] = 4  # hashes for each n
     slots: PositiveInt  # the least number of vectors of a hash
     conv_kernel: Width = 4  # taps of the convolution, `order` tokens apart
-    fill: Annotated[int, Field(ge=0, lt=2**31)] = 0  # the id that stands before a document
+    fill: Annotated[int, Field(ge=0, lt=2**31)] = 0  # the id that is read before a document
     hash_seed: Annotated[int, Field(ge=0, lt=2**16)] = 0
     index: Annotated[int, Field(ge=0, lt=32)] = 0  # of this memory in a design with several: other hashes and primes
     id_range: PositiveInt = 2**18  # products of smaller ids and a_i do not overflow
@@ -182,7 +182,7 @@ class NGramMemory(Feedforward):
 
     @layout_dependent
     def _look_up(self, layout: Layout, state: NGramState | None) -> Tensor:
-        """[B, T, hashes · dim]; `fill` stands at padding."""
+        """[B, T, hashes · dim]; `fill` at padding."""
         ids, order = self._ids(layout), self.config.order
         taps = cached_taps(layout, order)
         earlier = ids.new_zeros(ids.shape[0], order - 1) if state is None else state.ids

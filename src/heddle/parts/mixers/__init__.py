@@ -46,7 +46,7 @@ class MixerConfig(Part, ABC):
         return ()
 
     def with_window(self, window: int) -> Self:
-        """The same config with windows of at most `window` tokens; a mixer that can have no window stays as it is."""
+        """The same config with windows of at most `window` tokens; a mixer that cannot have one is unchanged."""
         return self
 
     @property

@@ -132,7 +132,7 @@ class CompressedAttentionConfig(MixerConfig):
         return (self.window,) if self.compress_ratio is None else ()
 
     def with_window(self, window: int) -> Self:
-        """The same config with at most this window; with blocks it stays as it is."""
+        """The same config with at most this window; with blocks it is unchanged."""
         return self if self.compress_ratio is not None else self.replace(window=min(self.window, window))
 
     def build(self, context: BuildContext) -> "CompressedAttention":

@@ -44,7 +44,7 @@ class Dropout(nn.Module):
 
 
 class BranchDropout(nn.Module):
-    """Dropout of a branch's output: first of single elements, then of the whole output of a sample."""
+    """Dropout of a branch's output: first of single elements, then of a sample's whole output."""
 
     def __init__(self, dropout: float, drop_path: float) -> None:
         super().__init__()

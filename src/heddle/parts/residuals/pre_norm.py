@@ -1,7 +1,7 @@
 """Pre-norm (Xiong et al. 2020), as in GPT-2 and Llama: `x + f(N(x))`, and a norm at the end.
 
 With `multiplier` m it is `x + m · f(N(x))` (Granite, IBM 2024). With `first_norm: false` the first branch of the first
-layer reads x as it is; the embedding has a norm then (ModernBERT, Warner et al. 2024). With `gate_rank` r a branch
+layer reads x itself; the embedding then has a norm (ModernBERT, Warner et al. 2024). With `gate_rank` r a branch
 reads y ⊙ σ(U silu(D y)) in place of y = N(x), with its own D [r, width] and U [width, r] (gated norm; A.X K2, 2026).
 There feed-forwards without experts have none: `gated_feedforwards: mixtures`.
 
