@@ -108,7 +108,7 @@ def summarize(run: Path, folder: Path) -> RunSummary:
 
 
 def _final(run: Path, step: int, metric: str) -> float | None:
-    """The final evaluation of a run; None if it is missing, or from before the run was extended."""
+    """The final evaluation of a run; None if it is missing, or of another step than the last logged."""
     path = run / FINAL_FILE
     final = read_json_file(path) if path.is_file() else {}
     return final.get(f"final_{metric}") if final.get("step") == step else None
