@@ -310,8 +310,7 @@ def prepare_corpus(
     may not have more than `vocab_size` tokens; without a tokenizer, BPE learns that many tokens (None:
     DEFAULT_VOCAB_SIZE) from at most 16 MB of the training split. rows: how sequences begin for a trained model
     (`heddle.training.init_checkpoint.model_rows`). until: in time.monotonic() seconds; an encoding that would end later
-    is refused. is_whole: the status counts all tokens, not training and validation apart. Raises DataError and
-    MachineError.
+    is refused. is_whole: the status counts all tokens, not each split apart. Raises DataError and MachineError.
     """
     if not sources:
         raise DataError("no data was named: give a file, a folder or stdlib.")
