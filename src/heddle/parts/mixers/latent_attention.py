@@ -41,8 +41,6 @@ from heddle.parts.states import KVCache, StateSpec
 
 LATENT_EPS = 1e-6  # DeepSeek's, not the model's
 
-LatentNorm = Literal["rms", "none"]
-
 
 class LatentAttentionConfig(MixerConfig):
     """Fields of `latent_attention`. None or false: off, or the default named in the comment."""
@@ -55,8 +53,8 @@ class LatentAttentionConfig(MixerConfig):
     nope_dim: Width  # dims of each key and query head that are not rotated
     rope_dim: Width | None = None  # rotated dims, whose keys all heads share; default: none
     value_dim: Width | None = None  # default: nope_dim
-    kv_norm: LatentNorm | None = None  # default: rms
-    query_norm: LatentNorm | Literal["beside"] | None = None  # default: rms
+    kv_norm: Literal["rms", "none"] | None = None  # default: rms
+    query_norm: Literal["rms", "none", "beside"] | None = None  # default: rms
     norm_eps: PositiveFloat | None = None  # of both norms; default: 1e-6
     scale: PositiveFloat | None = None  # default: 1 / sqrt(nope_dim + rope_dim); YaRN multiplies either
     bias: bool = False  # of the latents, the shared keys and out (DeepSeek)
