@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Engine
 
 from heddle.errors import DataError, HeddleError
 from heddle.exchange.gguf import export_gguf, load_gguf
+from heddle.exchange.gguf import read as gguf_read
 from heddle.exchange.gguf import tokenizer as ours
 from heddle.exchange.gguf.config_from_keys import Keys
 from heddle.exchange.gguf.file import read_contents
@@ -194,6 +195,17 @@ def test_what_no_scores_express_is_refused(
     monkeypatch.setattr(tokenizer, "_json", json.dumps(data))
     with pytest.raises(DataError, match=words):
         tokenizer_keys(tokenizer, 400)
+
+
+def test_a_token_that_stands_twice_is_refused_before_the_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = sentencepiece(tmp_path / "theirs.gguf")
+    file.write_bytes(file.read_bytes().replace("▁a".encode(), "▁t".encode()))
+    monkeypatch.setattr(gguf_read, "load_weights", lambda *arguments: pytest.fail("the weights were read"))
+    first, second = (3 + 256 + WORDS.index(word) for word in ("▁t", "▁a"))
+    with pytest.raises(DataError, match=rf"theirs.gguf: its tokens {first} and {second} .*'▁t'.*--tokenizer"):
+        load_gguf(file)
 
 
 def test_a_tokenizer_json_may_take_the_place_of_that_in_the_file(tmp_path: Path) -> None:

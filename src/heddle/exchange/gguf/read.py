@@ -48,13 +48,13 @@ def load_gguf(
     model = build(design_from_config(source.config, family, str(file)), device="meta")
     family = ARCHITECTURES[family.model_type].stored(family)
     source.plan(family, model)
-    load_weights(model, family, source, None, allow_non_finite)
     rows = model.embed.weight.shape[0]
     if tokenizer_file is None:
         tokenizer = read_tokenizer(source.keys, rows, str(file))
         text_files = {} if tokenizer is None else dict(tokenizer.companion_files)
     else:
         tokenizer, text_files = chosen_tokenizer(tokenizer_file, rows)
+    load_weights(model, family, source, None, allow_non_finite)
     lengths = {"max_position_embeddings": source.config["max_position_embeddings"]}
     model.imported_config = lengths | {"model_type": family.model_type}
     return ImportedModel(model.eval(), tokenizer, text_files)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Engine
 
 from heddle.data.chat import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, chat_template_text, turn_end_ids
-from heddle.errors import DataError
+from heddle.errors import DataError, shorten_value
 from heddle.progress import print_status
 from heddle.tokenization.backend import MAX_RUN_LENGTH, read_backend
 from heddle.tokenization.token_bytes import SPIECE_UNDERLINE
@@ -243,6 +243,7 @@ def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
         raise DataError(f"{source}: has {len(tokens)} tokens, but the embedding only {rows} rows; download it again")
     try:
         kinds = list(zip(tokens, types or [NORMAL] * len(tokens), strict=True))
+        _check_unique(kinds, source)
         if kind == SENTENCEPIECE:
             prefix = keys.get("tokenizer.ggml.add_space_prefix", True)
             unknown = keys.get("tokenizer.ggml.unknown_token_id", -1)
@@ -257,6 +258,15 @@ def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
         return Tokenizer(read_backend(text, source), source, text, boundaries)
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise DataError(f"{source}: its tokenizer is damaged ({error}); download it again") from error
+
+
+def _check_unique(kinds: list[tuple[str, int]], source: str) -> None:
+    """Raise DataError where two ids have one text: a text would be cut into the second one alone."""
+    ids: dict[str, int] = {}
+    for index, (token, kind) in enumerate(kinds):
+        if token and kind != UNUSED and ids.setdefault(token, index) != index:
+            remedy = "download it again, or give the model's tokenizer.json with `--tokenizer FILE`"
+            raise DataError(f"{source}: its tokens {ids[token]} and {index} are both {shorten_value(token)}; {remedy}")
 
 
 def _boundary_tokens(keys: "Keys", kind: str, pre: str) -> BoundaryTokens:
