@@ -33,7 +33,9 @@ MEMORY_NORMS = {"norm_key": "key_norm", "norm_query": "query_norm", "norm_conv":
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    config.ignore("number_of_conv_states", "split_ngram_parts", "intermediate_size")
+    config.ignore("number_of_conv_states", "split_ngram_parts", "intermediate_size", "mtp", "mtp_num_hidden_layers")
+    config.ignore("mtp_use_dedicated_embeddings")
+    config.expect("mamba_ssm_dtype", "float32", None)
     config.expect("indexer_kv_heads", 1, default=1)
     depth, eps = _layer_types.read_depth(config), config.get("rms_norm_eps", 1e-6)
     norm = {"kind": "rms", "eps": eps, "offset": 1.0, "cast": "after"}
