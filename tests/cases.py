@@ -661,6 +661,14 @@ CASES |= {
                              "fill": 5, "hash_seed": 3, "index": 1, "id_range": 100,
                              "short_convolution": convolution("input")}),
     ),
+    "ngram-memory-streams": design(
+        layer(None, {"kind": "ngram_memory", "dim": 3, "slots": 20, "streams": True, "cut": True, "fill": 4,
+                     "multiple": 16, "order": 2}),
+        layer(attention(3)),
+        layer(attention(3), {"kind": "ngram_memory", "dim": 2, "slots": 9, "heads": 2, "conv_kernel": 2, "cut": True,
+                             "streams": True, "index": 1}),
+        residual={"kind": "hyper_connections", "streams": 2, "mixing": False, "gate_rank": 3, "collapse": "weighted"},
+    ),
     "moe-hash-sigmoid": design(
         layer(attention(3), {"kind": "moe", "experts": 4, "top_k": 1, "hidden": 7, "selection": "hash", "hash_seed": 3,
                              "routing": "sigmoid", "renormalize": False, "capacity_factor": 0.7}),

@@ -187,9 +187,10 @@ def catalogue() -> dict[str, dict[str, list[Any]]]:
     for name in CASES:
         config = with_rate(case(name), 0.0)
         context = BuildContext(config.width, config.norm)
-        # What a layer reads of another one is no choice of one layer; test_laws.py has those cases.
+        # What a layer reads of another one, or of a residual, is no choice of one layer; test_laws.py has those cases.
         sources = zip(config.expand(), config.kv_sources, config.value_sources, strict=True)
         alone = [each for (_, each), *read in sources if read == [None, None]]
+        alone = [each for each in alone if each.feedforward is None or not each.feedforward.reads_streams]
         layers = [choice for each in alone for choice in layer_choices(each, context)]
         for factor, label, value in [*layers, *model_choices(config)]:
             frequency[factor, label] += 1

@@ -75,7 +75,12 @@ def feedforward_costs(config: ModelConfig) -> tuple[int, int, int]:
     assert feedforward is not None
     parameters = sum(parameter.numel() for parameter in feedforward.parameters())
     active = parameters - feedforward.inactive_parameters
-    return parameters, active, flops_per_token(SHORT, feedforward, config.width)
+    part = config.layers[0].feedforward
+
+    def run(x: Tensor, layout: Layout) -> object:
+        return feedforward(config.residual.expand(x) if part is not None and part.reads_streams else x, layout)
+
+    return parameters, active, flops_per_token(SHORT, run, config.width)
 
 
 def residual_costs(config: ModelConfig) -> tuple[int, int]:

@@ -63,7 +63,7 @@ def static_cache_bytes(family: str, variant: str, dtype: torch.dtype) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-UNCACHED = ("deepseek_v4", "minimax", "openai-gpt", "heddle", "recurrent_gemma")
+UNCACHED = ("deepseek_v4", "minimax", "openai-gpt", "heddle", "recurrent_gemma", "qwen4_exp_text")
 CACHED = [family for family in CASES if family not in MASKED and family not in UNCACHED]
 STATE_SPACES = ("mamba", "falcon_mamba", "mamba2")
 IN_FLOAT32 = ["llama", "gemma3_text", "deepseek_v32", "mamba2", "qwen3_next", "falcon_h1"]
@@ -91,6 +91,8 @@ def test_what_transformers_does_not_keep_in_a_static_cache() -> None:
     assert allocated(lightning, torch.float32, 24)["transformers"].reason == "its class takes no StaticCache"
     griffin = design_from_config(config_of("recurrent_gemma", "plain").to_dict(), families()["recurrent_gemma"])
     assert "outside of a StaticCache" in allocated(griffin, torch.float32, 24)["transformers"].reason
+    memory = design_from_config(config_of("qwen4_exp_text", "plain").to_dict(), families()["qwen4_exp_text"])
+    assert "uncounted" in allocated(memory, torch.float32, 24)["transformers"].reason
     encoder = design_from_config(config_of("bert", "plain").to_dict(), families()["bert"])
     assert allocated(encoder, torch.float32, 24) == {}
     own = heddle.load_config("preset:hybrid-tiny", ["vocab_size=300"])

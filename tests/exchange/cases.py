@@ -363,6 +363,20 @@ AXK2: Fields = {
     "q_lora_rank": 21, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 8,
     "index_topk": 12, "index_n_heads": 7, "index_head_dim": 10, "gated_norm_rank": 5,
 }  # fmt: skip
+QWEN4: Fields = {
+    **{name: value for name, value in BASE.items() if name != "intermediate_size"},
+    "num_key_value_heads": 3, "num_hidden_layers": 4, "eos_token_id": 7, "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 6, "linear_value_head_dim": 5, "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 14, "num_experts_per_tok": 3, "num_experts": 8, "hc_count": 3, "hc_lowrank": 9,
+    "ple_layer_ids": [1, 3], "ple_embed_dim": 24, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 30,
+    "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "ple_conv_kernel_size": 3, "indexer_n_heads": 5,
+    "indexer_kv_heads": 1, "indexer_head_dim": 10, "indexer_budget": 6, "indexer_compress_ratio": 3,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+}  # fmt: skip
+OF_MEMORIES = (
+    *("ngram_size", "heads_per_ngram", "ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by", "seed"),
+    *("ple_embed_dim", "ple_conv_kernel_size", "split_ngram_parts", "eos_token_id"),
+)
 HY_V4: Fields = {
     **BASE, "num_key_value_heads": 6, "num_hidden_layers": 3, "head_dim": 4, "n_routed_experts": 12,
     "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 3, "topk_group": 2,
@@ -2096,6 +2110,39 @@ CASES: dict[str, Case] = {
         inert=OF_LATENTS,
         base=AXK2,
         fixed=frozenset({"head_dim"}),
+    ),
+    "qwen4_exp_text": Case(
+        {
+            "plain": {},
+            "no-memory-sigmoid-tied-biases-yarn": {
+                "ple_layer_ids": [],
+                "output_gate_type": "sigmoid",
+                "tie_word_embeddings": True,
+                "attention_bias": True,
+                "norm_topk_prob": False,
+                "hc_count": 2,
+                "linear_conv_kernel_dim": 2,
+                "indexer_compress_ratio": 2,
+                "rms_norm_eps": 1e-3,
+                **YARN,
+            },
+            "longer-grams": {
+                "num_hidden_layers": 3,
+                "layer_types": ["linear_attention", "linear_attention", "indexed_attention"],
+                "ple_layer_ids": [2],
+                "ngram_size": 4,
+                "heads_per_ngram": 1,
+                "ple_embed_dim": 18,
+                "eos_token_id": [9, 4],
+                "seed": 3,
+            },
+        },
+        inert=frozenset({"number_of_conv_states", "split_ngram_parts", "output_router_logits", "router_aux_loss_coef"})
+        | {f"no-memory-sigmoid-tied-biases-yarn:{name}" for name in OF_MEMORIES}
+        | {"longer-grams:make_ngram_vocab_size_divisible_by"},
+        base=QWEN4,
+        refused=frozenset({"plain:ple_layer_ids"}),  # the next layer has softmax attention
+        fixed=frozenset({"indexer_kv_heads"}),
     ),
     "hy_v4": Case(  # with biases, as glm_moe_dsa
         {

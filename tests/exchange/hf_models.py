@@ -107,7 +107,10 @@ WRITTEN_NAMES: dict[str, tuple[str, Any]] = {
     "olmo_hybrid": (r"([13])\.feedforward_layer_norm", r"\1.post_attention_layernorm"),  # layers with attention
 }
 # What transformers writes, and computes anew where a file lacks it, so that an export leaves it out.
-LEFT_OUT = {"roformer": "roformer.encoder.embed_positions.weight"}
+LEFT_OUT = {
+    "roformer": r"^roformer\.encoder\.embed_positions\.weight$",
+    "qwen4_exp_text": r"ple_embedding\.(layer_multipliers|ngram_heads_\w+)$",
+}
 LENGTHS = [41, 17, 1]  # of the rows that are padded together
 
 

@@ -111,6 +111,7 @@ MASKED_FROM_FIRST = frozenset({"minimax"})
 def test_greedy_text(family: str, variant: str) -> None:
     tokens, mask, layout = batch()
     theirs, _ = saved(family, variant)
+    theirs.generation_config.eos_token_id = None  # which they would not write before the last token
     prompts = [row[position >= 0].tolist() for row, position in zip(tokens, layout.positions, strict=True)]
     pieces = [(tokens, mask)]
     if reads_padding(theirs) or family in MASKED_FROM_FIRST:
@@ -140,7 +141,7 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     assert result.family.model_type == family
     mine, original = tensors_of(tmp_path / "out"), tensors_of(folder)
     original = {re.sub(*WRITTEN_NAMES.get(family, ("", "")), name): tensor for name, tensor in original.items()}
-    original.pop(LEFT_OUT.get(family, ""), None)
+    original = {name: each for name, each in original.items() if not re.search(LEFT_OUT.get(family, "^$"), name)}
     assert set(mine) == set(original)
     for name, tensor in original.items():
         assert mine[name].dtype == tensor.dtype, name
@@ -255,7 +256,9 @@ def test_each_number_of_the_config_changes_both_sides_alike(family: str, variant
             other = drawn(type(theirs.config).from_dict(data))
             same = shapes(other) == shapes(theirs)
             if same:
-                other.load_state_dict(theirs.state_dict())
+                derived = re.compile(LEFT_OUT.get(family, "^$"))
+                kept = {name: each for name, each in theirs.state_dict().items() if not derived.search(name)}
+                other.load_state_dict(kept, strict=not LEFT_OUT.get(family))
             target = write(other, max_shard_size="1GB")
             (target / "config.json").write_text(json.dumps(data | {"dtype": "float32"}))
             ours = load(target).model

@@ -35,6 +35,7 @@ from tests.exchange.hf_models import (
     our_logits,
     read_json,
     saved,
+    tensors_of,
     their_logits,
     write,
 )
@@ -363,3 +364,27 @@ def test_axk1_without_balancing_biases_has_zeros(tmp_path: Path) -> None:
     assert not any(bool(bias.any()) for bias in biases)
     lazy = LazyCheckpoint(folder)
     assert all(torch.equal(lazy.tensor(name), parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("parts", [2, 5, 7])
+def test_a_table_in_parts_is_one(parts: int, tmp_path: Path) -> None:
+    """Qwen4's table of vectors, cut as `split_ngram_parts` says, is read whole; a part that is missing is named."""
+    model = drawn(config_of("qwen4_exp_text", "plain", split_ngram_parts=parts))
+    model.save_pretrained(tmp_path)
+    files = tensors_of(tmp_path)
+    name = "model.layers.0.ple.ple_embedding.ngram_embedding.shard_{}.weight"
+    assert name.format(parts - 1) in files
+    table = load(tmp_path).model.get_parameter("layers.0.feedforward.tables.weight")
+    assert torch.equal(table, torch.cat([files[name.format(part)] for part in range(parts)]))
+    [file] = tmp_path.glob("*.safetensors")
+    save_file({key: value for key, value in files.items() if key != name.format(1)}, file)
+    with pytest.raises(CheckpointError, match="shard_0"):
+        load(tmp_path)
+
+
+def test_hashes_of_another_seed_are_refused(tmp_path: Path) -> None:
+    drawn(config_of("qwen4_exp_text", "plain")).save_pretrained(tmp_path)
+    config = read_json(tmp_path) | {"seed": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="layer_multipliers"):
+        load(tmp_path)

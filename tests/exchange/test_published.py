@@ -47,6 +47,7 @@ COUNTED = [
     "A.X K1, defaults of the class",
     "A.X K2 Light, defaults of the class",
     "Hy4, defaults of the class",
+    "Qwen4-Exp, text model, defaults of the class",
     "Ling 3.0 Flash, defaults of the class",
     "microsoft/Phi-3.5-MoE-instruct",
     "databricks/dbrx-base",

@@ -52,6 +52,7 @@ EMU3: Fields = {
 SEEING = [
     ("qwen3_5", "qwen3_5_text", QWEN_VISION),
     ("qwen3_5_moe", "qwen3_5_moe_text", QWEN_VISION),
+    ("qwen4_exp", "qwen4_exp_text", QWEN_VISION),
     ("mistral3", "ministral3", PIXTRAL),
     ("gemma4", "gemma4_text", GEMMA),
     ("got_ocr2", "qwen2", GOT),

@@ -654,7 +654,7 @@ BUGS = [
     # Latents
     Bug("a latent rotated before its up-projection", "position_shift_invariance", "latent-full-query",
         calls(LatentAttention.forward, "cat", lambda torch, parts, dim, *, self, layout:
-              torch.cat((self.position(parts[0], layout), parts[1]), dim=dim))),
+              torch.cat((self.position(parts[0], layout), parts[1]), dim=dim), nth=1)),
     Bug("a latent cached before its norm", "chunked_decoding", "latent-low-rank-query",
         calls(LatentAttention.forward, "kv_norm", lambda mixer, latents, *, state:
               mixer.kv_norm(latents) if state is None else latents)),

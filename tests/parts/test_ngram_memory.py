@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.position_table import PositionTable
 from heddle.parts.states import StateSpec
 from tests.cases import case
-from tests.laws.planting import Plant, reads, replaced
+from tests.laws.planting import Plant, calls, condition, reads, replaced
 from tests.parts.loops import assert_none, errors, with_large_weights
 
 WIDTH = 6
@@ -145,18 +146,19 @@ def test_the_loop_sees_wrong_memories(bug: str, monkeypatch: pytest.MonkeyPatch)
     assert any(max(largest_errors(seed)) > 1e-4 for seed in range(12))
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_it_is_the_layer_of_qwen4(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def apart_from_qwen4(index: int, streams: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The largest difference of the outputs, for tokens some of which end n-grams."""
     fields = {
         "ngram_size": 3, "heads_per_ngram": 2, "vocab_size": 40, "ngram_vocab_size_base": 30, "seed": 5,
-        "eos_token_id": 39, "make_ngram_vocab_size_divisible_by": 1, "ple_embed_dim": 12, "hidden_size": WIDTH,
-        "hc_count": 1, "ple_conv_kernel_size": 3, "rms_norm_eps": 1e-6,
+        "eos_token_id": 39, "make_ngram_vocab_size_divisible_by": 16, "ple_embed_dim": 12, "hidden_size": WIDTH,
+        "hc_count": streams, "ple_conv_kernel_size": 3, "rms_norm_eps": 1e-6,
     }  # fmt: skip
     peer = with_large_weights(Qwen4ExpTextPLELayer(SimpleNamespace(**fields), 4, index), random.Random(1))
     config = NGramMemoryConfig(
-        dim=3, order=3, heads=2, slots=30, conv_kernel=3, fill=39, hash_seed=5, index=index, id_range=40
-    )
-    memory = config.build(BuildContext(WIDTH, RMSConfig(eps=1e-6))).double()
+        dim=3, order=3, heads=2, slots=30, conv_kernel=3, fill=39, hash_seed=5, index=index, id_range=40,
+        streams=streams > 1, cut=True, multiple=16,
+    )  # fmt: skip
+    memory = config.build(BuildContext(WIDTH, RMSConfig(eps=1e-6), streams=streams)).double()
     weights = {
         "tables.weight": peer.ple_embedding.ngram_embedding.weight,
         "key.weight": peer.key_proj.weight,
@@ -165,15 +167,51 @@ def test_it_is_the_layer_of_qwen4(index: int, monkeypatch: pytest.MonkeyPatch) -
         "conv_norm.weight": 1 + peer.norm_conv.weight,
         "convolution.weight": peer.conv1d.weight[:, 0],
     }
-    assert memory.load_state_dict({name: value.detach() for name, value in weights.items()}) is not None
+    if streams > 1:
+        weights["query_norm.weight"] = 1 + peer.norm_query.weight
+    own = memory.state_dict()
+    memory.load_state_dict({name: value.detach().view(own[name].shape) for name, value in weights.items()})
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 39, (2, 17), generator=generator)
-    hidden = normal_tensor((2, 17, WIDTH), generator)
+    tokens[0, 4], tokens[1, 9] = 39, 39
+    hidden = normal_tensor((2, 17, streams * WIDTH), generator)
     monkeypatch.setattr(Tensor, "float", Tensor.double)  # their norms compute in float32
     with torch.no_grad():
         expected = peer(hidden, tokens, None)
-        actual = memory(peer.norm_query(hidden), with_ids(Layout.causal(2, 17), tokens))[0]
-    assert float((actual - expected).abs().max()) < 1e-12
+        read = hidden.unflatten(2, (streams, WIDTH)) if streams > 1 else peer.norm_query(hidden)
+        actual = memory(read, with_ids(Layout.causal(2, 17), tokens))[0]
+    return float((actual.reshape(expected.shape) - expected).abs().max())
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("index", [0, 1])
+def test_it_is_the_layer_of_qwen4(index: int, streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert apart_from_qwen4(index, streams, monkeypatch) < 1e-12
+
+
+OF_STREAMS: dict[str, Plant] = {
+    "n-grams over an end": condition(ngram_memory.Tables.forward, "cut", False),
+    "streams without a norm": calls(NGramMemory.forward, "query_norm", lambda memory, x: x),
+}
+
+
+@pytest.mark.parametrize("bug", OF_STREAMS)
+def test_the_layer_of_qwen4_sees(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    OF_STREAMS[bug](monkeypatch)
+    assert apart_from_qwen4(0, 3, monkeypatch) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"streams": True}, "streams: reads the streams of hyper-connections, but the residual has one stream"),
+        ({"streams": True, "short_convolution": {"of": ["input"]}}, "streams: reads every stream, but short_conv"),
+    ],
+)
+def test_streams_that_are_not_there_are_refused(fields: dict[str, Any], message: str) -> None:
+    memory = {"kind": "ngram_memory", "dim": 2, "slots": 9} | fields
+    with pytest.raises(ConfigError, match=message):
+        heddle.build(heddle.load_config({"vocab_size": 30, "width": 8, "layers": [{"feedforward": memory}]}))
 
 
 def test_a_part_alone_asks_for_a_model() -> None:

@@ -1,6 +1,7 @@
 """A family of Hugging Face models: functions between its config.json and a heddle design, and a map of the weights."""
 
 import importlib
+import itertools
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ class WeightMap:
     """The rules of one model, by Hugging Face name. A family's `map_weights` adds them.
 
     shapes: the shape of every parameter of the heddle model. copies: tensors that repeat a parameter, which another
-    rule reads; an export writes them.
+    rule reads; an export writes them. constants: tensors that follow from the config; a file may hold these values.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -116,6 +117,8 @@ class WeightMap:
         self.rules: dict[str, TensorRule] = {}
         self.copies: dict[str, str] = {}
         self.alternatives: dict[str, tuple[TensorRule, tuple[str, ...]]] = {}
+        self.parts: dict[str, str] = {}
+        self.constants: dict[str, list[int]] = {}
 
     def add_tensor(self, hf_name: str, *parameters: ParameterRef, transform: TensorTransform = CONCATENATED) -> None:
         """Add the rule for one tensor. Does nothing if the model has no such parameter."""
@@ -146,8 +149,24 @@ class WeightMap:
         rule = self.rules[published_name]
         self.add_alternative(hf_name, *rule.parameters, transform=rule.transform, replace=[published_name])
 
+    def add_parts(self, hf_name: str, parameter: str) -> None:
+        """Add the rules for one parameter whose rows a file has in any number of tensors; {part} stands for theirs.
+
+        All but the last have equally many rows. An export writes one tensor.
+        """
+        self.add_tensor(hf_name.format(part=0), parameter)
+        if parameter in self.shapes:
+            self.parts[hf_name] = parameter
+
     def use_alternatives(self, names: Container[str]) -> None:
-        """Use the alternatives that a file holds in place of the tensors that they replace."""
+        """Use the alternatives that a file holds in place of the tensors that they replace, and its parts."""
+        for hf_name, parameter in self.parts.items():
+            count = next(part for part in itertools.count() if hf_name.format(part=part) not in names)
+            rows = self.shapes[parameter][0]
+            for part in range(count if count > 1 else 0):
+                size = -(-rows // count)
+                own = slice(min(part * size, rows), min((part + 1) * size, rows))
+                self.add_tensor(hf_name.format(part=part), (parameter, own))
         present = [hf_name for hf_name in self.alternatives if hf_name in names]
         replaced = {name for hf_name in present for name in self.alternatives[hf_name][1]}
         self.rules = {name: rule for name, rule in self.rules.items() if name not in replaced}

@@ -244,7 +244,7 @@ class TensorNames:
     def __init__(self, weight_map: WeightMap, stored_names: Iterable[str], source: str) -> None:
         rules = weight_map.rules
         others = {name: rule for name, (rule, _) in weight_map.alternatives.items()}
-        self.known = {*rules, *others, *weight_map.copies}
+        self.known = {*rules, *others, *weight_map.copies, *weight_map.constants}
         self.base = self.dropped = self.added = ""
         names = {_without_wrappers(name) for name in stored_names}
         for known in (rules, others):
@@ -330,6 +330,9 @@ class _WeightLoader:
                 self._copy_into(rule, tensor if dtype is None else tensor.to(storage_dtype(first, dtype)))
             elif name in self.weight_map.copies:
                 continue  # compared before
+            elif (constant := self.weight_map.constants.get(name)) is not None:
+                if tensor.tolist() != constant:
+                    raise CheckpointError(f"{source} is not what follows from its config; restore config.json")
             elif (prefix := self._ignored_prefix(name)) is not None:
                 ignored.add(prefix)
             elif self.model.config.head.tied and name in HF_HEAD_WEIGHTS:

@@ -28,6 +28,7 @@ TEXT_MODELS = {
     "llama4": ("llama4_text",),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "qwen4_exp": ("qwen4_exp_text",),
     "mistral3": ("ministral3", "mistral"),
     "gemma3n": ("gemma3n_text",),
     "gemma4": ("gemma4_text",),

@@ -121,6 +121,8 @@ def _transformers(model: Decoder, match: FamilyMatch, sizes: Sequence[Size], dty
         raise ConfigError("its class takes no StaticCache")
     if match.family.model_type == "recurrent_gemma":
         raise ConfigError("its class has its recurrent states outside of a StaticCache")
+    if match.family.model_type == "qwen4_exp_text":
+        raise ConfigError("keeps keys of indexers and tokens of memories in a form of its own, uncounted")
     kept = list(kept_by_layers(model).items())
     if match.family.model_type == "gpt_neo":  # its config names windows in a way that the cache does not read
         kept = [(replace(each, window=None), count) for each, count in kept]

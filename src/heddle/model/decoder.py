@@ -65,7 +65,8 @@ class Layer(nn.Module):
 
     def __init__(self, config: LayerConfig, model: ModelConfig, layer_index: int) -> None:
         super().__init__()
-        context = BuildContext(model.width, model.norm, model.depth, layer_index)
+        streams = model.residual.parallel_streams
+        context = BuildContext(model.width, model.norm, model.depth, layer_index, streams)
         self.mixer = None if config.mixer is None else build_under("mixer", config.mixer.build, context)
         feedforward = config.feedforward
         self.feedforward = None if feedforward is None else build_under("feedforward", feedforward.build, context)
@@ -84,6 +85,7 @@ class Layer(nn.Module):
             layer_index,
             mixer="" if config.mixer is None else config.mixer.kind,
             feedforward="" if feedforward is None else feedforward.kind,
+            on_streams=feedforward is not None and feedforward.reads_streams,
             per_layer=model.embedding.per_layer is not None,
         )
         self.residual = build_under("residual", model.residual.build, residual_context)

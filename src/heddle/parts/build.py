@@ -13,13 +13,14 @@ class BuildContext:
     """What mixers and feed-forwards are built with.
 
     width: of the residual stream. norm: the model's default norm. depth: number of layers of this stack (an encoder
-    counts its own). layer_index: 0 for the first layer.
+    counts its own). layer_index: 0 for the first layer. streams: of hyper-connections; 1: the residual has none.
     """
 
     width: int
     norm: NormConfig
     depth: int = 1
     layer_index: int = 0
+    streams: int = 1
 
     def head_dim(self, heads: int, head_dim: int | None) -> int:
         """`head_dim`, or width / heads if it is None. Raises DesignError if that is not a whole number."""
@@ -34,8 +35,8 @@ class ResidualContext:
 
     branches: the layer's branch names, "mixer" and "feedforward" or one of them. drop_rate: the layer's rate of
     stochastic depth. dropout: the rate at which elements of a branch's output are dropped. mixer, feedforward: the
-    kinds of the layer's, "" if it has none. per_layer: whether the layer reads an embedding of its own. The rest is as
-    in `BuildContext`.
+    kinds of the layer's, "" if it has none. on_streams: whether the feed-forward reads and writes every stream.
+    per_layer: whether the layer reads an embedding of its own. The rest is as in `BuildContext`.
     """
 
     branches: tuple[str, ...]
@@ -47,6 +48,7 @@ class ResidualContext:
     layer_index: int = 0
     mixer: str = ""
     feedforward: str = ""
+    on_streams: bool = False
     per_layer: bool = False
 
     def build_norms(self) -> nn.ModuleDict:

@@ -479,12 +479,13 @@ def check_fixed_fields(config: ConfigReader) -> None:
     config.expect("mlp_only_layers", [], None)
 
 
-def _map_inputs_of_qwen3_5(weights: WeightMap, hf: str, heddle: str, _: int) -> None:
+def map_inputs_of_qwen3_5(weights: WeightMap, hf: str, heddle: str, _: int) -> None:
+    """One tensor for q, k and v, and one for each other projection."""
     weights.add_module(f"{hf}.in_proj_qkv", *(f"{heddle}.{role}" for role in "qkv"))
     weights.add_modules(hf, heddle, {"in_proj_z": "gate", "in_proj_b": "beta", "in_proj_a": "a"})
 
 
-map_qwen3_5 = partial(map_hybrid, map_inputs=_map_inputs_of_qwen3_5, modules=QWEN3_5_MODULES)
+map_qwen3_5 = partial(map_hybrid, map_inputs=map_inputs_of_qwen3_5, modules=QWEN3_5_MODULES)
 qwen3_5 = partial(Family, map_weights=map_qwen3_5, ignored_tensors=("mtp.",), multi_token=QWEN3_5_MODULES)
 
 

@@ -57,6 +57,11 @@ class FeedforwardConfig(Part, ABC):
         """Whether it reads the ids of tokens (`HandedOver.tokens`)."""
         return False
 
+    @property
+    def reads_streams(self) -> bool:
+        """Whether it reads and writes every stream of hyper-connections, [B, T, streams, width], in its layer alone."""
+        return False
+
     @classmethod
     def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
         """As many hidden channels as a token used in the previous feed-forward."""

@@ -5,21 +5,23 @@
     y_t = m_t + SiLU(Σ_s w_s ⊙ N(m_{t − s·order})),   s from 0 to conv_kernel − 1, within t's document
 
 h_j = (⊕_i a_i token_{t−i}) mod p_j: ⊕ is bitwise xor; `hash_seed` and `index` give the odd a_i; p_j is a prime of its
-own, `slots` or more. Before a document's first token, `fill` is read. Qwen4 uses it as the feed-forward of a layer
-without a mixer; the layer's norm is then its norm of queries.
+own, `slots` or more. Before a document's first token, `fill` is read; with `cut` n-grams also end at an earlier `fill`.
+
+With `streams` it reads and writes every stream of hyper-connections, each with a K, norms and taps of its own, and
+norms x_t. As the feed-forward of a layer without a mixer it is then Qwen4's (2026).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, cast
+from typing import Annotated, Self, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heddle.config import PositiveInt, Width
+from heddle.config import DesignError, PositiveInt, Width, refuse
 from heddle.numerics.norms import at_least_float32
 from heddle.numerics.random import ParameterDraws
 from heddle.numerics.recurrent.convolution import causal_conv1d, next_conv_state
@@ -39,6 +41,8 @@ LAYER_SEED, GAMMA = 10007, 0x9E3779B97F4A7C15  # of the hashes, as transformers 
 class NGramMemoryConfig(FeedforwardConfig):
     """Fields of `ngram_memory`."""
 
+    later_fields = ("streams", "cut", "multiple")
+
     dim: Width  # of the vector that each hash looks up
     order: Annotated[int, Field(ge=2, le=16)] = 3  # tokens of the longest n-gram
     heads: Annotated[int, Field(ge=1, le=32)] = 4  # hashes for each n
@@ -48,6 +52,15 @@ class NGramMemoryConfig(FeedforwardConfig):
     hash_seed: Annotated[int, Field(ge=0, lt=2**16)] = 0
     index: Annotated[int, Field(ge=0, lt=32)] = 0  # of this memory in a design with several: other hashes and primes
     id_range: PositiveInt = 2**18  # products of smaller ids and a_i do not overflow
+    streams: bool = False  # of hyper-connections, each by itself
+    cut: bool = False  # no n-gram reaches over an earlier `fill`
+    multiple: PositiveInt = 1  # the rows of all tables are a multiple of it; those beyond the last one are not read
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.streams and self.short_convolution is not None:
+            refuse("streams", "reads every stream, but short_convolution is of one input; leave one of them out")
+        return self
 
     @property
     def reads_tokens(self) -> bool:
@@ -55,12 +68,25 @@ class NGramMemoryConfig(FeedforwardConfig):
         return True
 
     @property
+    def reads_streams(self) -> bool:
+        """As `streams` says."""
+        return self.streams
+
+    @property
     def hashes(self) -> int:
         """How many vectors a token looks up."""
         return (self.order - 1) * self.heads
 
+    @property
+    def sizes(self) -> list[int]:
+        """p_j."""
+        return primes_from(self.slots, self.index * self.hashes, self.hashes)
+
     def build(self, context: BuildContext) -> "NGramMemory":
-        """Build the module."""
+        """Build the module. Raises DesignError for `streams` where the residual has none."""
+        if self.streams and context.streams == 1:
+            reason = "reads the streams of hyper-connections, but the residual has one stream"
+            raise DesignError("streams", f"{reason}; choose residual.kind: hyper_connections, or leave it out")
         return NGramMemory(self, context)
 
 
@@ -101,11 +127,12 @@ class Tables(SelfInitialized):
 
     def __init__(self, config: NGramMemoryConfig) -> None:
         super().__init__()
-        hashes = config.hashes
-        self.sizes = primes_from(config.slots, config.index * hashes, hashes)
-        self.starts = [0, *accumulate(self.sizes)][:hashes]
-        self.weight = nn.Parameter(torch.empty(sum(self.sizes), config.dim))
+        self.sizes = config.sizes
+        self.starts = [0, *accumulate(self.sizes)][: config.hashes]
+        rows = -(-sum(self.sizes) // config.multiple) * config.multiple
+        self.weight = nn.Parameter(torch.empty(rows, config.dim))
         self.multipliers, self.heads, self.fill = tuple(multipliers(config)), config.heads, config.fill
+        self.cut = config.cut
         self.constants = Constants()
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
@@ -115,6 +142,10 @@ class Tables(SelfInitialized):
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 [B, T, order], oldest first, plus 1; 0: before the document -> [B, T, hashes · dim]."""
         ids = torch.where(ids > 0, ids - 1, self.fill)
+        if self.cut:
+            earlier = ids[..., :-1].flip(-1)  # the nearest first
+            earlier = earlier.masked_fill((earlier == self.fill).cumsum(-1) > 0, self.fill)
+            ids = torch.cat((earlier.flip(-1), ids[..., -1:]), dim=-1)
 
         def constant(values: Sequence[int]) -> Tensor:
             return self.constants.tensor(tuple(values), torch.int64, ids.device)
@@ -154,11 +185,14 @@ class NGramMemory(Feedforward):
     def __init__(self, config: NGramMemoryConfig, context: BuildContext) -> None:
         super().__init__()
         self.config, self.width, read = config, context.width, config.hashes * config.dim
+        streams = context.streams if config.streams else None
+        self.channels = context.width * (streams or 1)
         self.tables = Tables(config)
-        self.key = Linear(read, context.width)
+        self.key = Linear(read, self.channels)
         self.value = Linear(read, context.width, value_projection=True, output_projection=True)
-        self.key_norm, self.conv_norm = (context.norm.build(context.width) for _ in range(2))
-        self.convolution = DilatedConvolution(context.width, config.conv_kernel, config.order)
+        self.key_norm, self.conv_norm = (context.norm.build(context.width, streams) for _ in range(2))
+        self.query_norm = None if streams is None else context.norm.build(context.width, streams)
+        self.convolution = DilatedConvolution(self.channels, config.conv_kernel, config.order)
         self.window, self.dilation = config.conv_kernel * config.order, config.order
 
     @property
@@ -170,12 +204,15 @@ class NGramMemory(Feedforward):
         """No earlier tokens."""
         tokens = (self.config.conv_kernel - 1) * self.config.order
         ids = torch.zeros(spec.batch, self.config.order - 1, dtype=torch.int64, device=spec.device)
-        return NGramState(ids, torch.zeros(spec.batch, tokens, self.width, dtype=spec.dtype, device=spec.device))
+        return NGramState(ids, torch.zeros(spec.batch, tokens, self.channels, dtype=spec.dtype, device=spec.device))
 
     def forward(self, x: Tensor, layout: Layout, state: NGramState | None = None) -> tuple[Tensor, NGramState | None]:
-        """x [B, T, width] -> ([B, T, width], new state)."""
+        """x [B, T, width] -> ([B, T, width], new state); with streams x [B, T, streams, width]."""
         vectors = self._look_up(layout, state)
-        key, value = at_least_float32(self.key_norm(self.key(vectors))), at_least_float32(self.value(vectors))
+        key, value = self.key(vectors), at_least_float32(self.value(vectors))
+        if self.query_norm is not None:
+            x, key, value = self.query_norm(x), key.view(x.shape), value[..., None, :]
+        key = at_least_float32(self.key_norm(key))
         score = (key * at_least_float32(x)).sum(-1, keepdim=True) * self.width**-0.5
         memory = (score.sign() * score.abs().clamp(min=LEAST_GATE).sqrt()).sigmoid() * value
         return self._convolve(memory.to(x.dtype), layout, state)
@@ -201,15 +238,16 @@ class NGramMemory(Feedforward):
 
     @layout_dependent
     def _convolve(self, memory: Tensor, layout: Layout, state: NGramState | None) -> tuple[Tensor, NGramState | None]:
-        weight, x = self.convolution.spread, self.conv_norm(memory)
+        shape, weight = memory.shape, self.convolution.spread
+        x, memory = self.conv_norm(memory).flatten(2), memory.flatten(2)
         taps = cached_taps(layout, weight.shape[1])
         convolved = causal_conv1d(x, weight, None if state is None else state.conv_state, taps)
         y = (at_least_float32(memory) + functional.silu(convolved)).to(memory.dtype)
         if layout.padding is not None:
             y = y.masked_fill(layout.padding[..., None], 0.0)
         if state is None:
-            return y, None
+            return y.view(shape), None
         near = cached_taps(layout, self.config.order)
         ids = next_conv_state(self._ids(layout)[..., None], state.ids[..., None], near)
         inputs = next_conv_state(x.to(state.conv_state.dtype), state.conv_state, taps)
-        return y, NGramState(ids.squeeze(-1), inputs)
+        return y.view(shape), NGramState(ids.squeeze(-1), inputs)

@@ -73,6 +73,11 @@ class ResidualConfig(Part, ABC):
         return True
 
     @property
+    def parallel_streams(self) -> int:
+        """How many streams of one width a feed-forward can read and write by itself; 1: none but the one."""
+        return 1
+
+    @property
     def takes_embeddings(self) -> bool:
         """Whether `embedding.per_layer` can be added after a layer."""
         return self.has_one_stream

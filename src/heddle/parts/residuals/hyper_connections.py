@@ -11,6 +11,8 @@ X starts as n copies of the embedding, and the mean of the streams is normalized
 zero. Then R is 1/n, W is 1, all streams are equal, and the block equals pre-norm up to rounding; the first updates of α
 make the streams differ. (The paper initializes α to 0.01 and does not state b; the constants take its place.)
 
+A feed-forward that reads and writes every stream has no maps: X ← X + f(X) (Qwen4's memories).
+
 With `gate_rank`, z norms each stream, W = 2σ(φz / n), R = σ(U silu(D z / n)) [n, width], and f reads mean(R ⊙ z).
 
 X ═╦═ R ── N ── mixer ── W ═(+)═╦═ R ── N ── feedforward ── W ═(+)═ …  ══ mean ── N ──
@@ -25,6 +27,7 @@ X ═╦═ R ── N ── mixer ── W ═(+)═╦═ R ── N ── f
 """
 
 import math
+from dataclasses import replace
 from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
@@ -85,6 +88,11 @@ class HyperConnectionsConfig(ResidualConfig):
     def has_one_stream(self) -> bool:
         """False."""
         return False
+
+    @property
+    def parallel_streams(self) -> int:
+        """n."""
+        return self.streams
 
     def expand(self, x: Tensor) -> Tensor:
         """[B, T, width] -> [B, T, streams, width], all equal."""
@@ -205,13 +213,18 @@ class HyperConnections(Residual):
     def __init__(self, config: HyperConnectionsConfig, context: ResidualContext) -> None:
         super().__init__(context)
         self.has_eps = config.eps > 0
-        self.norms = context.build_norms() if config.gate_rank is None else nn.ModuleDict()
-        maps = {name: config.build_maps(context.width, context.norm) for name in context.branches}
+        own = {"feedforward"} if context.on_streams else set[str]()
+        mixed = replace(context, branches=tuple(name for name in context.branches if name not in own))
+        self.norms = mixed.build_norms() if config.gate_rank is None else nn.ModuleDict()
+        maps = {name: config.build_maps(context.width, context.norm) for name in mixed.branches}
         self.maps = nn.ModuleDict(maps)
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:
         """stream [B, T, n, width] -> the same shape."""
         for name, branch in branches.items():
+            if name not in self.maps:
+                stream = stream + self.drops[name](branch(stream))
+                continue
             read, write, mix = self.maps[name](stream)
             y = self.drops[name](branch(self.norms[name](read) if name in self.norms else read))
             stream = (stream if mix is None else _mix_streams(mix, stream)) + write * y.unsqueeze(2)
