@@ -199,7 +199,7 @@ def test_a_fixed_comparison_may_continue_until_resolved_and_not_back(
 ) -> None:
     assert run_command(command(folder, tmp_path, "--seeds", "3", designs="abc")) == 0
     trained(workers)
-    assert run_command(until(folder, tmp_path, "--budget", "40s")) == 0
+    assert run_command(until(folder, tmp_path, "--budget", "10m")) == 0
     assert trained(workers)[0].endswith("-seed3")
     capsys.readouterr()
     assert run_command(command(folder, tmp_path, "--seeds", "3", designs="abc")) == 2
