@@ -330,7 +330,7 @@ def test_the_sealed_text_is_opened_once(ledger: Path, monkeypatch: pytest.Monkey
         patch.setattr(judging.Judge, "losses", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             judge("final", **options)
-    with pytest.raises(CheckpointError, match="final has read its sealed text"):
+    with pytest.raises(CheckpointError, match="final has opened its sealed text"):
         submit(ledger, {"overrides": ["layers.*.feedforward.hidden=32"]})
     requests.clear()
     found = judge("final", **options)

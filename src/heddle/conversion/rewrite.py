@@ -26,7 +26,7 @@ class Rewrite(Config, ABC):
     by which it converts in different ways, for a comparison of all. layers: the numbers of the layers that it changes;
     None: all that it applies to. keeps: features that it preserves: `attention`, so that layers may share keys and
     values or have an indexer; `layers`, so that they may be visited several times; the inputs of short `convolutions`;
-    and multi-token `modules`, which are built like the last layer. exact: `is_exact`, if it does not depend on options.
+    and multi-token `modules`, which are built like the last layer. exact: `is_exact`, if that is always the same.
     text_decides_weights: it reads a text for its weights only; its options fix the design.
     """
 

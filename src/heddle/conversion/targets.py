@@ -141,7 +141,7 @@ def _with_methods(text: str) -> Iterator[str]:
 
 
 def _method(rewrite: Rewrite) -> str:
-    """A rewrite with its non-numeric options: how it converts, but not to which size."""
+    """A rewrite with its options that are words: how it converts, but not to which size."""
     order = list(type(rewrite).model_fields)
     named = sorted(rewrite.model_fields_set, key=order.index)
     words = [str(value) for name in named if isinstance(value := getattr(rewrite, name), str)]

@@ -87,8 +87,8 @@ class ChatFormat:
     def turn_end_ids(self) -> tuple[int, ...]:
         """The special token that ends an answer in this template; empty if there is none.
 
-        It is the last special token in a row of them after the answer, with at most white space between; tokens further
-        on may end the text. If no special token follows, it is the last one that an answer adds.
+        It is the last of the special tokens that follow the answer, after white space at most; tokens further on may
+        end the text. If no special token follows so, it is the last token that an answer adds.
         """
         asked = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _PROBE}]
         for messages in (asked, [{"role": "system", "content": "a"}, *asked]):  # some templates need a system message

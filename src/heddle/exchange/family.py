@@ -258,12 +258,10 @@ class Family:
     write_config: a resolved design -> the nearest config.json of this family. It must not fail: features that the
     family cannot express are found by reading the result back and comparing the two designs. map_weights: adds the
     rules between the family's tensors and the model's parameters. ignored_tensors: prefixes of tensor names that heddle
-    skips with a notice. {depth} stands for the number of layers,
-    * for anything.
-    zeros_if_absent: patterns of tensors that are zeros where a file lacks them. priority: if several families match a
-    design exactly, the one with the lowest number is used. documents: text files that an export writes beside the
-    weights, by name. multi_token: the names of its multi-token modules, if heddle reads them. Modules in a file are
-    read whatever its config says.
+    skips with a notice; {depth} stands for the number of layers, * for anything. zeros_if_absent: patterns of tensors
+    that are zeros where a file lacks them. priority: if several families match a design exactly, the one with the
+    lowest number is used. documents: text files that an export writes beside the weights, by name. multi_token: the
+    names of its multi-token modules, if heddle reads them. Modules in a file are read whatever its config says.
     """
 
     model_type: str

@@ -204,7 +204,7 @@ def _with_named_tokens(text: str, backend: Backend, named: Mapping[str, Any], vo
 def _eos_ids(
     json_files: Mapping[str, Mapping[str, Any]], named: Mapping[str, Any], backend: Backend, folder: Path
 ) -> tuple[int, ...]:
-    """The ids that end a text, from generation_config.json, else config.json, else the `eos_token`."""
+    """The ids that end a text: of generation_config.json, then of config.json, then the `eos_token`."""
     eos_ids: list[int] = []
     for file in (GENERATION_CONFIG_FILE, CONFIG_FILE):
         value = json_files.get(file, {}).get("eos_token_id")

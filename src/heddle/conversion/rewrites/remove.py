@@ -33,7 +33,7 @@ class Remove(Rewrite):
             elif self.layers is not None:
                 raise DesignError(f"layers.{index}", "has one branch; name layers with a mixer and a feedforward")
         if not changed:
-            raise DesignError("layers", "have one branch each, so none can be removed; leave these layers out")
+            raise DesignError("layers", "have one branch each, so none can be removed; leave this rewrite out")
         weights = _Without(source, replace_layers(design, changed))
         for name, spec in weights.specs.items():
             if source.specs.get(name) != spec:

@@ -2,7 +2,8 @@
 
 A layer shares with the last earlier layer that keeps its own and has the same window and direction. Its output
 projection is refitted by ridge regression; then all its remaining parameters are fitted to its old outputs on the
-user's text, reading the source's keys and values. A layer with the same keys and values as its source is not fitted.
+user's text, reading the source's keys and values. A layer does not change if the keys and values that it reads equal
+its own.
 """
 
 from collections.abc import Collection, Mapping

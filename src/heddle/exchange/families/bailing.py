@@ -1,4 +1,4 @@
-"""Ling 3.0 (Ant Group 2026): Kimi Delta Attention with full-rank gates, latent attention with a gate for each head.
+"""Ling 3.0 (Ant Group 2026): Kimi Delta Attention with full-rank gates or latent attention with a gate for each head.
 
 Experts are DeepSeek-V3's. Files written by transformers have the sizes of the delta rule in separate fields
 (`linear_head_dim`), which take precedence; published files have them in `head_dim`.

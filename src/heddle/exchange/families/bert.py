@@ -160,7 +160,7 @@ BERT = Family(
 
 
 def read_ernie(config: ConfigReader) -> dict[str, Any]:
-    """ERNIE (Sun et al. 2019): BERT under names of its own. Models with embeddings of tasks are refused."""
+    """ERNIE (Sun et al. 2019): BERT with its own tensor names. Models with task-type embeddings are refused."""
     config.ignore("task_type_vocab_size")
     config.expect("use_task_id", False, default=False)
     return read_encoder(config, "ErnieModel")
@@ -299,7 +299,7 @@ def _roberta_as(
     hf: str = "roberta",
     **names: Any,
 ) -> Family:
-    """RoBERTa under names of its own; its classes begin with `name`, its tensors with `hf`.
+    """RoBERTa with its own names; its classes begin with `name`, its tensors with `hf`.
 
     names: further ones, as `map_roberta` takes them.
     """
@@ -315,12 +315,12 @@ def _roberta_as(
 
 
 def read_xlm_roberta(config: ConfigReader) -> dict[str, Any]:
-    """XLM-RoBERTa (Conneau et al. 2019): RoBERTa with the vocabulary of a hundred languages, under names of its own."""
+    """XLM-RoBERTa (Conneau et al. 2019): RoBERTa with a vocabulary of a hundred languages, and its own class names."""
     return read_roberta(config, "XLMRobertaModel")
 
 
 def read_camembert(config: ConfigReader) -> dict[str, Any]:
-    """CamemBERT (Martin et al. 2020): RoBERTa with a French vocabulary, under names of its own."""
+    """CamemBERT (Martin et al. 2020): RoBERTa with a French vocabulary, and its own class names."""
     return read_roberta(config, "CamembertModel")
 
 
@@ -369,7 +369,7 @@ DISTILBERT_LAYER = {
 
 
 def read_distilbert(config: ConfigReader) -> dict[str, Any]:
-    """DistilBERT (Sanh et al. 2019): BERT without token types, under names of its own; every epsilon is 1e-12."""
+    """DistilBERT (Sanh et al. 2019): BERT without token types, with its own tensor names; every epsilon is 1e-12."""
     config.ignore(*DISTILBERT_UNUSED_FIELDS)
     config.expect("layer_norm_eps", 1e-12, None)
     config.names = NAMES

@@ -2,7 +2,7 @@
 
 A layer's attention sees a window, or a window and entries of blocks: all, or the best. The first layers read their
 experts from a table of token ids. Older files have `compress_ratios` for `layer_types`, `num_hash_layers` for
-`mlp_layer_types`, and RoPE's fields at the top level; compressed layers then have no attention factor.
+`mlp_layer_types`, and RoPE's fields at the top level; in compressed layers YaRN's attention factor is then 1.
 """
 
 from typing import Any

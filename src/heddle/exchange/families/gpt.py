@@ -193,7 +193,7 @@ NEO_LAYER = {
 
 
 def read_gpt_neo(config: ConfigReader) -> dict[str, Any]:
-    """GPT-Neo (EleutherAI 2021): GPT-2 with unscaled scores, one bias in attention, a window in every other layer."""
+    """GPT-Neo (EleutherAI 2021): GPT-2 with unscaled scores, a bias of attention's output only, windowed layers."""
     config.names = NEO_NAMES
     config.ignore("classifier_dropout")
     depth, width = read_depth(config), config.require_count("n_embd")

@@ -254,7 +254,7 @@ def read_hybrid(config: ConfigReader) -> dict[str, Any]:
     """Granite 4.0 (IBM 2025): Mamba-2 or attention, then experts or an MLP, with Granite's multipliers.
 
     Attention has no positions, except with `position_embedding_type: rope`. `num_local_experts: 0` is a model without
-    experts; its MLP is named as the shared expert elsewhere.
+    experts; its MLP has the names that the shared expert has in models with experts.
     """
     depth, eps = _layer_types.read_depth(config), config.get("rms_norm_eps", 1e-6)
     types = config.get("layer_types", [LINEAR] * depth, "layers_block_type")

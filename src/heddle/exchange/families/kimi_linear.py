@@ -1,4 +1,4 @@
-"""Kimi Linear (Kimi Team 2025): Kimi Delta Attention, latent attention without rotation, DeepSeek-V3's experts.
+"""Kimi Linear (Kimi Team 2025): Kimi Delta Attention or latent attention without rotation, DeepSeek-V3's experts.
 
 `linear_attn_config` numbers layers from 1. A `layer_types` beside it takes precedence, as in transformers.
 """

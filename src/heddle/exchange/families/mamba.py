@@ -45,7 +45,7 @@ def first_scan(design: ModelConfig) -> MambaConfig:
 
 
 def map_scan(weights: WeightMap, hf: str, heddle: str) -> None:
-    """The tensors of a mixer: `in_proj` computes v and z, `x_proj` the inputs of Δ, k and q."""
+    """The tensors of a mixer: `in_proj` computes v and z, `x_proj` the input of Δ, and k and q."""
     weights.add_module(f"{hf}.in_proj", f"{heddle}.v", f"{heddle}.gate")
     weights.add_tensor(f"{hf}.conv1d.weight", f"{heddle}.convolution.weight", transform=DEPTHWISE_CONV)
     weights.add_module(f"{hf}.x_proj", *(f"{heddle}.{role}" for role in ("time_step_down", "k", "q")))

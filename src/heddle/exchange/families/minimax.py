@@ -111,7 +111,7 @@ def write_minimax(design: ModelConfig) -> dict[str, Any]:
 def map_minimax(design: ModelConfig, weights: WeightMap) -> None:
     """Mixtral's names of attention and experts.
 
-    The norm before a branch is stored as the norm after the previous branch.
+    The files' norm before a branch is heddle's norm after the previous branch.
     """
     weights.add_module("model.embed_tokens", "embed")
     weights.add_module("model.layers.0.input_layernorm", "embed.norm")

@@ -408,8 +408,8 @@ def map_hybrid(
 ) -> None:
     """Llama's tensor names, the delta rule's and the experts'.
 
-    map_inputs: maps the projections of the delta rule's input by key heads: each family has its own order.
-    modules: the names of the multi-token module.
+    map_inputs: maps the projections of the delta rule's input, given the number of key heads: each family has its own
+    order. modules: the names of the multi-token module.
     """
     _common.map_embedding_and_head(design, weights)
     for hf, heddle, layer in _common.named_layers(design, modules):

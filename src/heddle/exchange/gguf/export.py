@@ -63,7 +63,7 @@ YARN_DEFAULTS = {
 def match_architecture(design: ModelConfig, preferred: str | None = None) -> tuple[FamilyMatch, Architecture]:
     """The family and the graph for a design.
 
-    If several match, `preferred`, the family that the model came from, is used. If none matches, raises ConfigError
+    If several match, the family that the model came from, `preferred`, comes first. If none matches, raises ConfigError
     naming what to change for it, or for the nearest one.
     """
     candidates: list[tuple[bool, list[Mismatch], Architecture]] = []

@@ -256,7 +256,11 @@ def drawn_model(design: ModelConfig, seed: int) -> Decoder:
 
 
 def rows_of(model: Decoder) -> list[list[int]]:
-    """The token rows: three of different lengths, one with another continuation, one beyond a scaling's length."""
+    """The token rows: three of different lengths, one that continues the first one's start differently, a long one.
+
+    The long one, absent where a table of positions ends too early, passes the original length of a scaling if MAX_LONG
+    tokens do.
+    """
     limit = model.config.position_limit or MAX_LONG
     vocabulary = int(model.config.vocab_size or 0)
 
@@ -484,7 +488,7 @@ def _option_bugs(model: Decoder, row: Sequence[int], golden: Tensor) -> Iterator
 
 
 def _other_values(option: Option) -> list[Any]:
-    """Wrong values that engines may compute with: a number off by one or left out, another choice, another part."""
+    """Wrong values that engines may compute with: another number or none, another choice, another part."""
     value = option.value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return [other for group in alternatives(option) for other in group][:TRIES]

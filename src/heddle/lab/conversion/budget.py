@@ -64,7 +64,7 @@ def affordable_calibration(
 ) -> int:
     """The tokens to calibrate on that fit a budget, extrapolated from a short text; at most CALIBRATION_TOKENS.
 
-    Raises ConfigError, naming a sufficient budget, if this one ends before that.
+    Raises ConfigError, naming a sufficient budget, if not even the short text fits.
     """
     print_status(f"timing the calibration on {text.tokens:,} tokens")
     seconds = max(calibration_seconds(source, variants, text), 1e-3)

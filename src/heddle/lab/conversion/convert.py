@@ -283,7 +283,7 @@ class _ConversionJob:
             raise ConfigError("; and ".join(errors))
 
     def _needs_more_text(self, variant: ConversionVariant) -> bool:
-        """Whether the text is too short for a variant to calibrate on, though `least_calibration` is enough."""
+        """Whether a variant chooses on the text, or the text is too short for it and `least_calibration` is enough."""
         length = self.settings.sequence_length
 
         def is_possible(tokens: int) -> bool:

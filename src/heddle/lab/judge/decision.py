@@ -408,7 +408,7 @@ class Judge:
         ledger = self.ledger
         if ledger.is_open:
             raise CheckpointError(
-                f"{ledger.folder}: final has read its sealed text, so nothing more is judged; make another"
+                f"{ledger.folder}: final has opened its sealed text, so nothing more is judged; make another"
             )
         unfinished = ledger.unfinished
         if unfinished is not None:

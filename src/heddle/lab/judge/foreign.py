@@ -97,7 +97,7 @@ class Scorer:
 
 
 def _test(score: Scorer, text: np.ndarray, vocab_size: int) -> None:
-    """Raise Refused if losses depend on later tokens or other rows, tested on rows of the training text."""
+    """Raise Refused if losses on rows of the training text depend on later tokens, other rows or their targets."""
     width = TEST_TOKENS + 1
     starts = np.linspace(0, len(text) - width, 2 * TEST_ROWS).astype(np.int64)
     places = np.stack([text[start : start + width] for start in starts])

@@ -50,7 +50,7 @@ FIRST, LAST = "first", "last"
 def final(judge: Judge) -> dict[str, Any]:
     """Score the first incumbent, the last one, and the last one without each change, on the sealed text; once.
 
-    After the first call nothing more can be submitted; later calls return its result.
+    From the first call on nothing more can be submitted; a later call returns its result, or finishes it.
     """
     ledger = judge.ledger
     if ledger.final is not None:

@@ -120,7 +120,7 @@ class Windows:
 
     @cached_property
     def _order(self) -> list[int]:
-        """The windows in the order in which decisions use them."""
+        """The windows in the order in which tuning, decisions and the final runs take them."""
         return sorted(range(self.count), key=lambda number: splitmix64(number * GOLDEN_GAMMA))
 
     def _spans(self, first: int, last: int) -> Spans:

@@ -1,8 +1,9 @@
 """A proposal: read from YAML, applied to the incumbent, and screened before any training.
 
 Screening refuses what cannot be judged: a design that cannot be built or that breaks a law, code that fails, a copy of
-an earlier design, weights from outside, and training text that contains evaluation text. A proposal with code of its
-own is screened in another process, with limits: `python -m heddle.lab.judge.proposal REQUEST.json RESULT.json`.
+an incumbent or an earlier proposal, weights from outside, and training text that contains evaluation text. A proposal
+with its own code is screened in another process, with limits:
+`python -m heddle.lab.judge.proposal REQUEST.json RESULT.json`.
 """
 
 import ast

@@ -124,7 +124,10 @@ def _too_far(losses: SizeLosses, name: str, size: float, tokens: float) -> str |
 def cost_for_equal_loss(
     fit: LadderFit, points: LadderPoints, name: str, baseline: str, size: float
 ) -> EqualLoss | None:
-    """The FLOPs that a design needs for the baseline's loss at `size`; None if the baseline has no prediction there."""
+    """The FLOPs that a design needs for the baseline's loss at `size`, relative to the baseline's.
+
+    None if the baseline has no prediction there.
+    """
     if size > points.limit(baseline) * (1 + 1e-9):
         return None
     sizes = np.geomspace(min(points.losses[name].sizes), points.limit(name), GRID_POINTS)

@@ -90,7 +90,7 @@ def parse_goals(texts: Sequence[str]) -> list[Goal]:
     goals = [_goal(text, match, longest) for text, match in found if match is not None]
     kinds = ["decode" if goal.name == "decode" else goal.cost for goal in goals]
     if len(set(kinds)) < len(kinds):
-        raise ConfigError(f"--search {' '.join(texts)}: two goals limit the same cost; give one of them")
+        raise ConfigError(f"--search {' '.join(texts)}: two goals limit the same quantity; give one of them")
     if goals and set(kinds) <= {"quality", "recall"}:
         raise ConfigError(f"--search {texts[0]}: sets no cost to reduce; add another goal, such as state@32k")
     if goals and all(goal.limit is None for goal in goals):

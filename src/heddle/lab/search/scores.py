@@ -48,9 +48,7 @@ CHUNK_ELEMENTS = 2**25  # of changed logits in memory
 class Replacement:
     """A possible replacement of a layer. target: its rewrite's, without the layer.
 
-    kv_source: the layer whose keys and values it reads.
-
-    kv_source is None for a layer that has its own.
+    kv_source: the layer whose keys and values it newly reads; else None.
     """
 
     layer: int

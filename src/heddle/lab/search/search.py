@@ -125,7 +125,7 @@ def _axis(goals: Sequence[Goal]) -> str:
 
 
 class Plan:
-    """The possible replacements of each layer, what each would save, and the goals; nothing is read or fitted.
+    """The possible replacements of each layer, what each would save, and the goals; no weights are read or fitted.
 
     text: that replacements are fitted to, or one of its size. axis: the cost of the frontier. limits: of costs.
     """
@@ -179,7 +179,7 @@ def check_goals(
     keep: Sequence[int],
     length: int,
 ) -> None:
-    """Raises ConfigError for goals that no choice meets, before the text is read, unless choices depend on it.
+    """Raises ConfigError for goals that no choice meets, before the text is read, unless the text decides sizes.
 
     text: of the text's size. length: of its sequences.
     """
@@ -520,7 +520,10 @@ class Search(Plan):
         return {name: limit for name, limit in self.limits.items() if name != self.axis}
 
     def _walk(self, table: ScoreTable, points: Sequence[tuple[float, Solution]]) -> tuple[dict[str, float], Choice]:
-        """The limits with the budget of the axis whose best choice meets the measured goals, and that choice."""
+        """The limits with a budget of the axis whose best choice meets the measured goals, and that choice.
+
+        The least such budget; for a goal of speed alone the largest, whose choice adds the least KL.
+        """
         total = self.totals[self.axis]
         most = self.limits.get(self.axis, math.inf) / total + SLACK
         possible = [(share, found.choice) for share, found in points if share <= most]

@@ -96,7 +96,7 @@ class Feedforward(nn.Module, ABC):
     """Maps each token on its own, or with the few before it. The layout tells which tokens are padding.
 
     window: how many tokens a token depends on, itself included; if it is more than 1, the feed-forward has a state.
-    dilation: the distance between tokens of the window from which it reads x; it reads the ids of all of them.
+    dilation: the distance between the tokens of the window whose x it reads; if it reads ids, then of the whole window.
     input_projections, fast_graph: as in `Mixer`. convolutions: the short convolutions of its hidden channels, if any.
     """
 

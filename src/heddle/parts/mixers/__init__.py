@@ -124,7 +124,7 @@ class Mixer(nn.Module, ABC):
     input_projections: names of the projections that read x, if nothing else reads it; some may be absent. None: not
     stated. uses_layer_index: whether its formula depends on the layer index. absolute_positions: whether it depends on
     positions themselves, not only on their differences.
-    fast_graph: whether torch.compile makes it faster on a CPU.
+    fast_graph: whether a graph of it by torch's compiler is fast on a CPU.
 
     kv_source: index of the layer whose `kv_read` it reads. value_source: index of the layer whose values it adds
     to its own. kv_target: index under which it hands over its own (`Layout.handed_over`). The model sets these three.

@@ -9,7 +9,7 @@ position of its block's first token, and the output back by the query's position
 in a block. Block b has the tokens at positions b·m … (b + 1)·m − 1 of a document. Its entry exists once the document
 has all of them, and queries from the last of them on see it.
 
-With `overlap` an entry also pools the block before, if the document has one, by a second W_p, W_g and B: 2m tokens
+With `overlap` an entry also pools the document's tokens of the block before, by a second W_p, W_g and B: 2m tokens
 every m. With `top_k` a query sees the entries of the `top_k` highest scores among those that exist, by an index over
 entries of its own, pooled in the same way:
 
