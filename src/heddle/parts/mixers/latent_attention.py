@@ -42,6 +42,7 @@ from heddle.parts.states import KVCache, StateSpec
 LATENT_EPS = 1e-6  # DeepSeek's, not the model's
 
 LatentNorm = Literal["rms", "none"]
+QueryNorm = Literal["rms", "none", "beside"]
 
 
 class LatentAttentionConfig(MixerConfig):
@@ -56,7 +57,7 @@ class LatentAttentionConfig(MixerConfig):
     rope_dim: Width | None = None  # rotated dims, whose keys all heads share; default: none
     value_dim: Width | None = None  # default: nope_dim
     kv_norm: LatentNorm | None = None  # default: rms
-    query_norm: LatentNorm | Literal["beside"] | None = None  # default: rms
+    query_norm: QueryNorm | None = None  # default: rms
     norm_eps: PositiveFloat | None = None  # of both norms; default: 1e-6
     scale: PositiveFloat | None = None  # default: 1 / sqrt(nope_dim + rope_dim); YaRN multiplies either
     bias: bool = False  # of the latents, the shared keys and out (DeepSeek)
