@@ -63,7 +63,7 @@ BUGS = {
     "positions without their offset": ("xglm", "plain", reads(Sinusoidal.forward, "offset", lambda offset: 0)),
     "no bias of attention's output": ("gpt_neo", "plain", reads(Attention.forward, "out", without_bias)),
     "a mixture without its norm": ("axk1", "plain", condition(MoE.forward, "output_norm", True)),
-    "heads without their gates": ("bailing_hybrid", "plain", condition(LatentAttention.forward, "gate", False)),
+    "heads without their gates": ("bailing_hybrid", "plain", condition(LatentAttention.forward, "gates", False)),
     "the decay by the matrix of the gate": (
         "bailing_hybrid",
         "plain",
