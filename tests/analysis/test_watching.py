@@ -189,3 +189,4 @@ def test_a_page_draws_all_curves_of_a_log(tmp_path: Path) -> None:
     text = watch_page([followed])
     for title in ("bits per byte", "learning rate", "gradient norm", "tokens/s", "memory"):
         assert f">{title}</" in text, title
+    assert text.count('"ticksuffix":"B"') == 1  # bytes of memory

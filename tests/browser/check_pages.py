@@ -73,7 +73,9 @@ HIDDEN_WORDS = """() => [...document.querySelectorAll("div.plot, svg:not(div.plo
   ];
 }).concat([...document.querySelectorAll("body *:not(svg *)")].filter((element) => !element.children.length
   && element.clientWidth > 2 && element.scrollWidth > element.clientWidth + 1
-  && getComputedStyle(element).overflowX === "visible").map((element) => `leaves its box: ${element.textContent}`))"""
+  && getComputedStyle(element).overflowX === "visible").map((element) => `leaves its box: ${element.textContent}`),
+  [...document.querySelectorAll("td")].filter((cell) => cell.textContent.length > 60 && cell.clientWidth > 0
+  && cell.clientHeight > 2 * cell.clientWidth).map((cell) => `is squeezed: ${cell.textContent}`))"""
 
 # A figure is higher by its legend once it is drawn.
 DRAWN = """() => [...document.querySelectorAll("div.plot")].filter(plot => plot.querySelector(".legend"))
@@ -200,7 +202,14 @@ def test_ladder(chromium: Browser, folder: Path, tmp_path: Path) -> None:
 def test_site(chromium: Browser, tmp_path: Path) -> None:
     site = Site(tmp_path, highlighted=False)
     site.build()
-    for name in ("index", "docs/parts/mixers", "api/heddle.model.size", "explorer/index", "docs/start/student"):
+    for name in (
+        "index",
+        "docs/parts/mixers",
+        "docs/conformance",
+        "api/heddle.model.size",
+        "explorer/index",
+        "docs/start/student",
+    ):
         check_page(chromium, tmp_path / f"{name}.html")
     page = open_page(chromium, tmp_path / "index.html")
     page.locator("#site-search").press_sequentially("retention")

@@ -14,7 +14,7 @@ from gguf import GGUFReader, GGUFWriter
 import heddle
 from heddle.errors import CheckpointError, ConfigError, DataError, MachineError
 from heddle.exchange import design_parts
-from heddle.exchange.gguf import architectures, export_gguf
+from heddle.exchange.gguf import architectures, export_gguf, load_gguf
 from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf.architectures import ARCHITECTURES
 from heddle.exchange.gguf.export import match_architecture
@@ -744,8 +744,8 @@ def test_a_missing_package_or_a_wrong_type_is_told(tmp_path: Path, monkeypatch: 
         export_gguf(ours.model, tmp_path / "model.gguf")
 
 
-def test_every_changed_byte_of_a_file_is_seen(tmp_path: Path) -> None:
-    """By the hash that the file has of itself, and by `verify` of a file or its folder."""
+def test_every_changed_byte_of_a_file_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the hash that the file has of itself, by `verify` of a file or its folder, and by an import."""
     file = tmp_path / "model.gguf"
     export_gguf(model_pair("llama", "plain")[1].model, file, tokenizer())
     whole = file.read_bytes()
@@ -757,6 +757,12 @@ def test_every_changed_byte_of_a_file_is_seen(tmp_path: Path) -> None:
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         statuses = {result.status for target in (file, tmp_path) for result in verify_files(target)}
         assert statuses == {DAMAGED}, place
+    file.write_bytes(whole)
+    load_gguf(file)
+    assert "warning" not in capsys.readouterr().err
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    load_gguf(file)
+    assert f"warning: {file}: was changed" in capsys.readouterr().err
     file.write_bytes(whole.replace(b"heddle.sha256", b"heddle.sha255"))
     assert not check_seal(file)
     assert [result.status for result in verify_files(file)] == [NOT_COVERED]

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ def test_the_page_is_one_file(make: Callable[[], ConversionResults]) -> None:
 @pytest.mark.parametrize("make", MAKERS)
 def test_the_page_says_everything(make: Callable[[], ConversionResults]) -> None:
     whole = make()
+    whole.text = replace(whole.text, bos_ids=(2,))
     page = Page(conversion_page(whole)).text()
+    assert re.findall(r"[a-z]\.[A-Z][a-z]+ ", page) == []  # sentences without a space between them
     for sentence in (*conversion_verdict(whole), whole.command, whole.text.sha256, whole.hardware["cpu"]):
         assert sentence in page
     for each in whole.models:

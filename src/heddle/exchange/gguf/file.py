@@ -75,7 +75,8 @@ def seal(file: Path) -> None:
 
 def check_seal(file: Path) -> bool:
     """Whether a file holds its own hash. Raises CheckpointError if its bytes do not match it."""
-    with file_io.open_regular_file(file) as (descriptor, size), contextlib.ExitStack() as stack:
+    flags = file_io.READ_FLAGS_FOLLOWING_LINKS
+    with file_io.open_regular_file(file, flags) as (descriptor, size), contextlib.ExitStack() as stack:
         if not size:
             return False
         mapped = stack.enter_context(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ))

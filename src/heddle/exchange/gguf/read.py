@@ -18,13 +18,13 @@ from heddle.exchange.family_match import design_from_config
 from heddle.exchange.gguf.architectures import ARCHITECTURES, Architecture, gguf_tensors
 from heddle.exchange.gguf.config_from_keys import Keys, config_from_keys
 from heddle.exchange.gguf.export import ROPE_FACTORS, check_package
-from heddle.exchange.gguf.file import StoredTensor, read_contents
+from heddle.exchange.gguf.file import HASH_KEY, StoredTensor, check_seal, read_contents
 from heddle.exchange.gguf.tokenizer import read_tokenizer
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load_weights
 from heddle.exchange.tokenizer_files import chosen_tokenizer
 from heddle.model.decoder import Decoder, build
-from heddle.progress import format_amount, print_status, progress_bar
+from heddle.progress import format_amount, print_status, print_warning, progress_bar
 
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -73,6 +73,11 @@ class GGUFFile:
     def _read(self) -> None:
         contents = read_contents(self.file)
         self.keys, self.tensors_by_name = Keys(contents.keys, str(self.file)), contents.tensors
+        if HASH_KEY in contents.keys:
+            try:
+                check_seal(self.file)
+            except CheckpointError as error:  # or by a program that keeps all keys, such as llama-quantize
+                print_warning(str(error))
         self._check_kind()
         if ROPE_FACTORS in self.tensors_by_name:
             self.keys.rope_factors = self._values(self.tensors_by_name[ROPE_FACTORS]).flatten().tolist()

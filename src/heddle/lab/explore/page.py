@@ -18,7 +18,7 @@ from heddle.parts.positions.learned import LearnedConfig
 # Formulas of docstrings as LaTeX: `S_t = α_t S_{t−1} + k_t v_tᵀ` is read as it stands, so that it is written once.
 #
 # A block is a formula if one of its pieces is a formula, and it has no drawing. Three spaces separate pieces; a piece
-# that is a sentence stays a sentence.
+# that is a sentence stays a sentence, as is one with the name of a field in backticks.
 
 
 _SIGNS = {
@@ -71,13 +71,14 @@ def pieces_of(block: str) -> list[list[Piece]] | None:
     if DIAGRAM.search(block) or not any(is_formula(piece) for line in lines for piece in line):
         return None
     return [
-        [Piece(latex(piece), True) if is_formula(piece) else Piece(piece, False) for piece in line] for line in lines
+        [Piece(latex(piece), True) if is_formula(piece) else Piece(piece.replace("`", ""), False) for piece in line]
+        for line in lines
     ]
 
 
 def is_formula(piece: str) -> bool:
-    """Whether a piece has a sign of a formula, and neither a year nor two words in a row."""
-    return bool(_SIGN.search(piece)) and not _SENTENCE.search(piece)
+    """Whether a piece has a sign of a formula, and neither a year, two words in a row, nor the name of a field."""
+    return bool(_SIGN.search(piece)) and not _SENTENCE.search(piece) and "`" not in piece
 
 
 def latex(piece: str) -> str:

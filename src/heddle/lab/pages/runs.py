@@ -186,6 +186,7 @@ def _figure(
     series.sort(key=lambda each: not each.is_behind)  # what is behind is drawn first
     low, high = value_range([each for each in map(partial(_after_the_start, last=last), series) if each.values])
     y_axis = axis(title.replace("_", " ")) | {"range": [0 if title in FROM_ZERO else low, high]}
+    y_axis |= {"ticksuffix": "B"} if title == "memory" else {}
     return line_figure(series, _token_axis(), y_axis | ({"tickformat": tick_format} if tick_format else {}))
 
 

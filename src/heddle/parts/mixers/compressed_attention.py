@@ -1,6 +1,6 @@
 """Compressed attention (DeepSeek-V4, 2026): a window of tokens, and one more key for each finished block of tokens.
 
-    k = v = R(N(W_kv x)),   q_h = R(N(W_q,h l)),   l = N(W_l x), or x without `query_rank`
+    k = v = R(N(W_kv x)),   q_h = R(N(W_q,h l)),   l = N(W_l x),   or x without `query_rank`
     entry(b) = R_bm(N(Σ_j softmax_j(W_g x_j + B_j) ⊙ W_p x_j)),   over the m = `compress_ratio` tokens j of block b
     y_h = R⁻¹(softmax(q_h [k of the window ; entries]ᵀ / sqrt(d) ; sink_h)[:-1] [k of the window ; entries])
 
