@@ -663,7 +663,7 @@ CASES |= {
     ),
     "ngram-memory-streams": design(
         layer(None, {"kind": "ngram_memory", "dim": 3, "slots": 20, "streams": True, "cut": True, "fill": 4,
-                     "multiple": 16, "order": 2}),
+                     "multiple": 16}),
         layer(attention(3)),
         layer(attention(3), {"kind": "ngram_memory", "dim": 2, "slots": 9, "heads": 2, "conv_kernel": 2, "cut": True,
                              "streams": True, "index": 1}),

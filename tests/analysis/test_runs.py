@@ -101,7 +101,10 @@ def test_runs_that_begin_with_bos_are_named_beside_others(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A healed import and a native run: their losses are not of the same tokens, which each table says."""
-    words = ["Sequences of deep/gemma are read beginning with BOS, which is not scored", "others beginning mid-text"]
+    words = [
+        "Sequences of deep/gemma are read beginning with BOS, which is not scored",
+        "others are read beginning mid-text",
+    ]
     write_run(folder / "deep/gemma", [3.0], data={"hash": "a", "bos_ids": [2]})
     for options in ([], ["--compare"], ["--plot", str(tmp_path / "page.html")]):
         assert run_command(["runs", str(folder), *options]) == 0

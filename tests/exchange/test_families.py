@@ -154,8 +154,10 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     tokens, mask, _ = batch()
     weights = again.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in theirs.state_dict().items())
-    moved = their_logits(again, tokens, mask) - their_logits(theirs, tokens, mask)
-    assert float(moved.abs().max()) <= 2e-6  # where weights begin in memory decides their last bit
+    wanted = their_logits(theirs, tokens, mask)
+    moved = their_logits(again, tokens, mask) - wanted
+    # Where weights begin in memory decides the last bit of sums.
+    assert float(moved.abs().max()) <= 2e-6 * max(1.0, float(wanted.abs().max()))
     config = again.config.to_dict()
     ignored = {"dtype", "architectures", "transformers_version", "_name_or_path", "heddle", "rope_parameters"}
     ignored |= {"attention_types"}  # GPT-Neo's spelling of attention_layers

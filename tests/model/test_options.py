@@ -124,7 +124,7 @@ PLANTED: dict[str, tuple[Plant, str, Data]] = {
         CASES["rope-frequencies"],
     ),
     "moe.shared": (
-        condition(MoEConfig._check, "shared", False, nth=2),
+        condition(MoEConfig._check, "shared", False, nth=4),
         "layers[0].feedforward.shared",
         design(layer(None, {"kind": "moe", "experts": 2, "top_k": 1, "hidden": 2, "shared": 1, "shared_hidden": 3})),
     ),

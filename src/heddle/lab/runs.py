@@ -146,7 +146,7 @@ def reading_note(runs: Sequence[RunSummary]) -> str:
         return VALIDATION_NOTE
     return (
         f"{VALIDATION_NOTE} Sequences of {', '.join(named)} are read {RowProtocol((0,))}; "
-        f"the others' {RowProtocol()}: their losses are not of the same tokens."
+        f"the others are read {RowProtocol()}: their losses are not of the same tokens."
     )
 
 

@@ -179,7 +179,8 @@ def _without_indexers(config: C) -> C:
 def _part_call(model: Decoder, part: Mixer | Feedforward, layout: Layout, draw: int) -> InputAndOutput:
     """Random inputs of a mixer or a feed-forward, and its outputs. draw: the seed of the inputs."""
     generator = torch.Generator().manual_seed(2 + draw)
-    x = normal_tensor((1, layout.positions.shape[1], model.config.width), generator).requires_grad_()
+    inner = (part.streams,) if isinstance(part, Feedforward) and part.streams is not None else ()
+    x = normal_tensor((1, layout.positions.shape[1], *inner, model.config.width), generator).requires_grad_()
     layout = replace(layout, handed_over=HandedOver())
     assert layout.handed_over is not None
     if isinstance(part, Mixer):
@@ -296,7 +297,7 @@ def _check_support(call: Callable[[int], InputAndOutput], declared: Tensor, what
 def _reached_tokens(x: Tensor, scalar: Tensor) -> Tensor:
     """Which tokens of x, bool [T], the gradient of a scalar reaches."""
     (gradient,) = torch.autograd.grad(scalar, x, retain_graph=True)
-    reached: Tensor = gradient[0].abs().amax(-1) > 0
+    reached: Tensor = gradient[0].flatten(1).abs().amax(-1) > 0
     return reached
 
 

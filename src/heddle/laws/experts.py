@@ -33,7 +33,7 @@ ROWS, LENGTH = 2, 9
 TOLERANCE = 1e-12
 NAN = float("nan")
 
-Case = tuple[Feedforward, Tensor]  # a feed-forward, and what it may read: [ROWS, LENGTH, width]
+Case = tuple[Feedforward, Tensor]  # a feed-forward, and what it may read: [ROWS, LENGTH, (streams,) width]
 Mixed = tuple[Feedforward, ExpertInfo, Tensor]
 
 
@@ -44,7 +44,8 @@ def _each(model: Decoder) -> Iterator[Case]:
     width = model.embed.weight.shape[1]
     for part in feedforwards(model):
         own = width if model.encoder is None or part not in set(model.encoder.modules()) else model.encoder.config.width
-        yield part, normal_tensor((ROWS, LENGTH, own), generator).to(model.embed.weight.dtype)
+        inner = () if part.streams is None else (part.streams,)
+        yield part, normal_tensor((ROWS, LENGTH, *inner, own), generator).to(model.embed.weight.dtype)
 
 
 def _mixtures(config: ModelConfig, scored: bool = False) -> Iterator[Mixed]:
@@ -64,9 +65,9 @@ def _forward(part: Feedforward, x: Tensor, layout: Layout | None = None) -> Tens
 
 
 def _with_ids(x: Tensor, layout: Layout | None = None) -> Layout:
-    """A layout whose ids of tokens depend on the tokens x [B, T, width] alone. None: one document in each row."""
+    """A layout whose ids of tokens depend on the tokens x [B, T, …] alone. None: one document in each row."""
     handed_over = HandedOver()
-    handed_over.tokens = (x[..., 0].detach().double() * 1e6).nan_to_num().long()
+    handed_over.tokens = (x.flatten(2)[..., 0].detach().double() * 1e6).nan_to_num().long()
     return replace(Layout.causal(*x.shape[:2]) if layout is None else layout, handed_over=handed_over)
 
 

@@ -97,11 +97,13 @@ class Feedforward(nn.Module, ABC):
 
     window: how many tokens a token depends on, itself included; if it is more than 1, the feed-forward has a state.
     dilation: the distance between the tokens of the window whose x it reads; if it reads ids, then of the whole window.
-    input_projections, fast_graph: as in `Mixer`. convolutions: the short convolutions of its hidden channels, if any.
+    streams: how many streams it reads and writes, x [B, T, streams, width]; None: x [B, T, width]. input_projections,
+    fast_graph: as in `Mixer`. convolutions: the short convolutions of its hidden channels, if any.
     """
 
     window: int = 1
     dilation: int = 1
+    streams: int | None = None
     input_projections: Sequence[str] | None = None
     fast_graph: bool = False
 

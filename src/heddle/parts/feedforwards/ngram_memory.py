@@ -185,7 +185,7 @@ class NGramMemory(Feedforward):
     def __init__(self, config: NGramMemoryConfig, context: BuildContext) -> None:
         super().__init__()
         self.config, self.width, read = config, context.width, config.hashes * config.dim
-        streams = context.streams if config.streams else None
+        self.streams = streams = context.streams if config.streams else None
         self.channels = context.width * (streams or 1)
         self.tables = Tables(config)
         self.key = Linear(read, self.channels)
