@@ -75,7 +75,11 @@ HIDDEN_WORDS = """() => [...document.querySelectorAll("div.plot, svg:not(div.plo
   && element.clientWidth > 2 && element.scrollWidth > element.clientWidth + 1
   && getComputedStyle(element).overflowX === "visible").map((element) => `leaves its box: ${element.textContent}`),
   [...document.querySelectorAll("td")].filter((cell) => cell.textContent.length > 60 && cell.clientWidth > 0
-  && cell.clientHeight > 2 * cell.clientWidth).map((cell) => `is squeezed: ${cell.textContent}`))"""
+  && cell.clientHeight > 2 * cell.clientWidth).map((cell) => `is squeezed: ${cell.textContent}`),
+  [...document.querySelectorAll(".grid > * + *")].filter((card) => {
+    const [before, own] = [card.previousElementSibling, card].map((each) => each.getBoundingClientRect());
+    return own.top < before.bottom && Math.abs(own.top - before.top) > 1;
+  }).map((card) => `is lower than the card beside it: ${card.textContent.slice(0, 80)}`))"""
 
 # A figure is higher by its legend once it is drawn.
 DRAWN = """() => [...document.querySelectorAll("div.plot")].filter(plot => plot.querySelector(".legend"))

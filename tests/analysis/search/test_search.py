@@ -133,6 +133,7 @@ def test_what_a_search_writes(workspace: Path, written: Path) -> None:
     page = Page(conversion_page(parse_results(read_json_file(written / "convert.json")))).text()
     for words in ("How the design was chosen", "state at 64 tokens", "gated_delta", *(each.name for each in chosen)):
         assert words in page
+    assert re.findall(r"(?<![\w-])-\d\S*|[+−]0\.0+(?!\d)", page) == []  # a minus is a minus, and zero has no sign
     assert found.frontier[0].budget == 1.0
     assert (found.frontier[0].kl, found.frontier[0].added_bits) == (0.0, 0.0)
     for point in found.frontier:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from heddle.lab.compare.tables import TextTable
+from heddle.lab.compare.tables import TextTable, format_signed
 from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure
 from heddle.lab.pages.render import DesignStyle, design_styles, render_figures
 
@@ -118,7 +118,7 @@ def _amount(improvement: Mapping[str, Any] | None) -> str:
 
 
 def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.4f}".replace("-", "−") if round(value, 4) else "0.0000"
+    return "" if value is None else format_signed(value, 4)
 
 
 def _size(size: Mapping[str, Any]) -> str:

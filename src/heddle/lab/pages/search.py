@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from heddle.lab.compare.tables import TextTable, format_context, format_percent, format_rate
+from heddle.lab.compare.tables import TextTable, format_context, format_percent, format_rate, format_signed
 from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure, log_range
 from heddle.lab.pages.render import DASHES, MARKERS, DesignStyle
 from heddle.lab.pages.sections import HeatCell, HeatMap
@@ -119,7 +119,7 @@ def frontier_table(results: SearchResults) -> TextTable:
             format_percent(point.budget),
             str(sum(map(bool, point.choice))),
             *(format_percent(point.shares[name]) for name in names),
-            f"{point.added_bits:+.4f}",
+            format_signed(point.added_bits, 4),
             f"{point.kl:.4g}",
             f"{point.predicted:.4g}",
             *(cell(point) for cell in columns.values()),
@@ -187,7 +187,9 @@ def _lost_map(title: str, columns: list[str], values: dict[str, Row]) -> HeatMap
         for each in row:
             heat = 0.0 if each is None or largest <= 0 else MAP_HEAT * max(0.0, each[0]) / largest
             cells.append(
-                HeatCell("", 0.0) if each is None else HeatCell(f"{each[0]:+.3f}", heat, (f"±\u00a0{each[1]:.3f}",))
+                HeatCell("", 0.0)
+                if each is None
+                else HeatCell(format_signed(each[0]), heat, (f"±\u00a0{each[1]:.3f}",))
             )
         rows.append((name, cells))
     return HeatMap([title], columns, rows)
@@ -198,8 +200,8 @@ def measured_table(results: SearchResults) -> TextTable:
     rows, columns = [], _measured_columns(results)
     for each in sorted(results.measured, key=lambda measured: (measured.is_baseline, measured.kl)):
         half = each.high - each.difference
-        versus = "chosen" if each.choice == results.chosen else f"{each.difference:+.3g} ± {half:.2g}"
-        share, added = format_percent(each.share), f"{each.added_bits:+.4f}"
+        versus = "chosen" if each.choice == results.chosen else f"{each.difference:+.3g} ± {half:.2g}".replace("-", "−")
+        share, added = format_percent(each.share), format_signed(each.added_bits, 4)
         cells = [spaced(each.name), share, f"{each.kl:.4g}", versus, added, f"{each.predicted:.4g}"]
         rows.append([*cells, *(cell(each) for cell in columns.values())])
     header = ["choice", cost_name(results.axis), "KL", "against the chosen", "bits per byte added", "predicted KL"]
