@@ -1,5 +1,6 @@
 """Every family in and out against transformers: logits, greedy text, files, and each field of its config."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -151,13 +152,14 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     again = auto_class(family).from_pretrained(tmp_path / "out", **plain(family), **blocks)
     again = with_config_limits(again.eval())
     assert type(again) is type(theirs)
-    tokens, mask, _ = batch()
+    tokens, _, _ = batch()
     weights = again.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in theirs.state_dict().items())
-    wanted = their_logits(theirs, tokens, mask)
-    moved = their_logits(again, tokens, mask) - wanted
-    # Where weights begin in memory decides the last bit of sums.
-    assert float(moved.abs().max()) <= 2e-6 * max(1.0, float(wanted.abs().max()))
+    # In float64, as where weights begin in memory decides the last bit of sums; of whole rows, as padding has NaN there.
+    exact = family != "xglm"  # whose class bounds scores by a number that is infinite in float32
+    pair = (again.double(), copy.deepcopy(theirs).double()) if exact else (again, theirs)
+    moved = their_logits(pair[0], tokens) - their_logits(pair[1], tokens)
+    assert float(moved.abs().max()) <= (1e-9 if exact else 2e-6)
     config = again.config.to_dict()
     ignored = {"dtype", "architectures", "transformers_version", "_name_or_path", "heddle", "rope_parameters"}
     ignored |= {"attention_types"}  # GPT-Neo's spelling of attention_layers
