@@ -155,7 +155,7 @@ def test_exported_again_it_is_the_same_files(family: str, variant: str, tmp_path
     tokens, _, _ = batch()
     weights = again.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in theirs.state_dict().items())
-    # In float64, as where weights begin in memory decides the last bit of sums; of whole rows, as padding has NaN there.
+    # In float64, as where weights begin in memory decides the last bit of sums; whole rows, as padding has NaN there.
     exact = family != "xglm"  # whose class bounds scores by a number that is infinite in float32
     pair = (again.double(), copy.deepcopy(theirs).double()) if exact else (again, theirs)
     moved = their_logits(pair[0], tokens) - their_logits(pair[1], tokens)
