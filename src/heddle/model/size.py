@@ -205,6 +205,7 @@ def measure_size(
     source_length = context_length if encoder_length is None else encoder_length
     layer_bytes, growth, state_total, table_total = None, 0, 0, 0
     flops = _flops(model, context_length, source_length)
+    ahead = _flops(model, context_length, source_length, True) - flops if len(model.multi_token) else 0
     if model.causal:
         state = model.init_state(batch, context_length, _encoder_output(model, batch, source_length), rollback)
         layer_bytes, table_total = state.layer_bytes, state.table.bytes
@@ -224,7 +225,7 @@ def measure_size(
         encoder_length=0 if model.encoder_width is None else source_length,
         encoder=() if model.encoder is None else _layer_sizes(model.encoder, None),
         multi_token=_multi_token_sizes(model, batch, context_length, source_length, rollback),
-        multi_token_flops_per_token=(_flops(model, context_length, source_length, True) - flops) / context_length,
+        multi_token_flops_per_token=ahead / context_length,
     )
 
 

@@ -108,7 +108,8 @@ class Operation(Generic[Facts]):
         """
         if is_compiling():  # a traced graph cannot read the context variables set around a call
             return self.first_supported(facts)
-        forced = (_forced.get() or {}).get(self.name)
+        all_forced = _forced.get()
+        forced = None if all_forced is None else all_forced.get(self.name)
         rejected: list[tuple[str, str]] = []
         for kernel in self.kernels:
             if forced is not None and kernel.name != forced:

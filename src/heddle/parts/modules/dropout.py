@@ -57,5 +57,7 @@ class BranchDropout(nn.Module):
 
     def forward(self, y: Tensor, keep: Tensor | None = None) -> Tensor:
         """y [B, ...] -> the same shape. keep: what `draw_path` returned; None: it is drawn here."""
+        if keep is None and not (self.elements.active or self.path.active):  # skips the cost of two calls
+            return y
         dropped: Tensor = self.path(self.elements(y), keep)
         return dropped

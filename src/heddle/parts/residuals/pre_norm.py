@@ -78,12 +78,13 @@ class PreNorm(Residual):
             self.norms[context.branches[0]] = nn.Identity()
         is_dense = config.gated_feedforwards == "mixtures" and context.feedforward != "moe"
         gated = [name for name in context.branches if rank is not None and not (is_dense and name == "feedforward")]
+        self.gated = frozenset(gated)
         self.gates = nn.ModuleDict({name: NormGate(context.width, rank or 1) for name in gated})
 
     def forward(self, stream: Tensor, branches: Branches) -> Tensor:
         """stream [B, T, width] -> the same shape."""
         for name, branch in branches.items():
             read = self.norms[name](stream)
-            y = self.drops[name](branch(self.gates[name](read) if name in self.gates else read))
+            y = self.drops[name](branch(self.gates[name](read) if name in self.gated else read))
             stream = stream + (y if self.multiplier is None else self.multiplier * y)
         return stream
