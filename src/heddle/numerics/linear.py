@@ -32,6 +32,7 @@ MAX_PACKED_ROWS = 64  # with more rows a product is bound by arithmetic, and pac
 LARGE_ELEMENTS = 2**20  # of a weight that exceeds a core's cache
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 ROW_CLASSES = (1, 8, MAX_PACKED_ROWS)  # row counts up to each share one fastest way
+_CLASS_OF_ROWS = [next(most for most in ROW_CLASSES if rows <= most) for rows in range(MAX_PACKED_ROWS + 1)]
 Way = Literal["plain", "packed", "four"]  # four: packed, and a single row repeated to four
 
 # By dtype, whether the weight is large, and class of rows. Which way is fastest depends on the CPU: see
@@ -73,7 +74,7 @@ def choose_ways(ways: Mapping[str, str]) -> None:
 
 
 def _way(dtype: torch.dtype, elements: int, rows: int) -> Way:
-    return _ways[dtype, elements >= LARGE_ELEMENTS, next(most for most in ROW_CLASSES if rows <= most)]
+    return _ways[dtype, elements >= LARGE_ELEMENTS, _CLASS_OF_ROWS[rows]]
 
 
 LinearMap = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]

@@ -40,12 +40,12 @@ def serves(operator: str, *tensors: Tensor | None) -> bool:
 
     A graph that is compiled may call those of `TRACEABLE`.
     """
-    if is_compiling() and operator in TRACEABLE:
-        return operator in in_use and all(x is None or x.device.type == "cpu" for x in tensors)
+    if operator not in in_use:
+        return False
+    if is_compiling():
+        return operator in TRACEABLE and all(x is None or x.device.type == "cpu" for x in tensors)
     return (
-        operator in in_use
-        and not is_compiling()
-        and all(x is None or (type(x) in _PLAIN_TENSORS and x.device.type == "cpu") for x in tensors)
+        all(x is None or (type(x) in _PLAIN_TENSORS and x.device.type == "cpu") for x in tensors)
         and not in_dispatch_mode()
     )
 
