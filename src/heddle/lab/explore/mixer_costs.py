@@ -190,6 +190,7 @@ def path_attention(n: Quantities) -> Costs:
     )
     read = projection(n, n.width, n.heads * dim + groups * (dim + value_dim) + n.vector_rank)
     read += projection(n, n.width, groups, 1) + projection(n, n.vector_rank, keys)
+    read += (projection(n, n.width, n.heads, 1) + Costs(recurrent=n.tokens * n.heads)).scaled(n.forget)
     return read + convolution_costs(n, keys) + own + projection(n, n.heads * value_dim, n.width)
 
 
