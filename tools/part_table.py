@@ -119,7 +119,7 @@ class Errors:
         elif isinstance(result, tuple):
             self.add(*result)
         elif result is not None:
-            found = [float((got - want).abs().max()) for got, want in zip(*result, strict=True)]
+            found = [float((got - want).detach().abs().max()) for got, want in zip(*result, strict=True)]
             self.add(found[0], max(found[1:]))
 
 
