@@ -392,6 +392,7 @@ CASES: dict[str, Data] = {
     "attention-gate-softplus": alone(kv_heads=2, gate="channel", gate_activation="softplus", bias=True),
     "attention-gate-channel": alone(kv_heads=2, value_dim=5, gate="channel"),
     "path": design(layer({"kind": "path_attention", "heads": 4}, repeat=2)),
+    "path-forget": design(layer({"kind": "path_attention", "heads": 4, "kv_heads": 2, "forget": True}, repeat=2)),
     "path-convolution": design(
         layer({"kind": "path_attention", "heads": 3, "short_convolution": convolution("input")}, repeat=2)
     ),

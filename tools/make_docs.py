@@ -96,7 +96,8 @@ HEAD = f"""# Parts
 
 A slot is a folder under `src/heddle/parts`; a kind is a file in it, whose docstring is the text here. Fields have their
 type and default in brackets; `null` means off or the default. Every [law](../laws.md) runs on every option, in designs
-that combine every two choices of different slots. [commonly-wrong.md](../commonly-wrong.md) shows common mistakes.
+that combine every two choices of different slots. [commonly-wrong.md](../commonly-wrong.md) shows common mistakes,
+[a table](../../benchmarks/results/parts.md) the errors of the newest parts beside their oracles.
 """
 BENCHMARKS = f"""# Benchmarks
 

@@ -174,7 +174,10 @@ class Part(Config):
 
     @classmethod
     def default_fields(cls, previous: "Part", width: int) -> dict[str, Any]:
-        """Return the fields to set where this kind replaces the part `previous`, in a design of this width."""
+        """Return the fields to set where this kind replaces the part `previous`, in a design of this width.
+
+        None: a field of both kinds that means something else in this one is left out.
+        """
         return {}
 
 

@@ -303,7 +303,9 @@ BUGS = [
         calls(Attention._attend, "extend", lambda cache, logs, *rest: cache.extend(0.0 * logs, *rest), nth=0)),
     # PaTH attention, whose formula only its oracle knows (tests/parts/test_path_attention.py)
     Bug("rates that a state does not keep", "chunked_decoding", "path",
-        calls(PathAttention._attend, "extend", lambda cache, rates, *rest: cache.extend(0.0 * rates, *rest), nth=1)),
+        calls(PathAttention._attend, "_extended", lambda extend, cache, x, *rest: extend(cache, 0.0 * x, *rest), 0)),
+    Bug("gates of PaTH attention that a state does not keep", "chunked_decoding", "path-forget",
+        calls(PathAttention._attend, "_extended", lambda extend, cache, x, *rest: extend(cache, 0.0 * x, *rest), 1)),
     Bug("vectors of earlier documents in the convolution of a state", "chunked_decoding", "path-own-widths",
         calls(PathAttention._attend, "next_state", lambda convolution, x, layout, last: last)),
     Bug("products over the documents before", "document_isolation", "path",

@@ -19,13 +19,14 @@ HEADS = {"heads": 4, "position": {"kind": "rope"}}
 # What files of the field usually give, and another kind cannot have: it must not be in the way.
 MIXERS: dict[str, dict[str, Any]] = {
     "attention": {**HEADS, "kv_heads": 2, "bias": "qkv", "gate": "head", "qk_norm": "per_head", "sink": True},
-    "compressed_attention": {"window": 8, "compress_ratio": 4, "overlap": True},
+    "compressed_attention": {"window": 8, "compress_ratio": 4, "overlap": True, "top_k": 2, "groups": 2},
     "cross_attention": {"normalization": "double_softmax"},
     "gated_delta": {"key_heads": 2},
     "kda": {"gate_rank": 4},
     "latent_attention": {"kv_rank": 12, "nope_dim": 10, "rope_dim": 6, "value_dim": 14},
     "linear_attention": {"feature_map": "learned"},
-    "mamba2": {"state_size": 8},
+    "mamba2": {"state_size": 8, "groups": 2},
+    "native_sparse_attention": {"block": 4, "top_k": 5, "window": 8},
     "pair": {"first": {"kind": "attention", **HEADS}, "second": {"kind": "mamba2", "heads": 4}},
     "path_attention": {"vector_rank": 6},
     "retention": {"decay": "learned", "gate": "silu"},
@@ -98,6 +99,28 @@ def test_a_mixer_of_heads_in_the_place_of_one_without_asks_for_them() -> None:
     with pytest.raises(DesignError, match=r"mixer\.heads:"):
         load_config(data, ["layers.*.mixer.kind=attention"])
     assert load_config(data, ["layers.*.mixer={kind: attention, heads: 4}"]).layers[0].mixer is not None
+
+
+@pytest.mark.parametrize("before", ["attention", "compressed_attention", "mamba2", "native_sparse_attention"])
+def test_every_short_name_of_a_mixer_can_come_in_the_place_of_others(before: str) -> None:
+    """Only swa asks for a number."""
+    for kind in kinds("mixers"):
+        for alias in kind_class("mixers", kind).aliases:
+            overrides = [f"layers.*.mixer.kind={alias}", *(["layers.*.mixer.window=8"] if alias == "swa" else [])]
+            placed = load_config(design(mixer(before), GATED), overrides).layers[0].mixer
+            assert placed is not None
+            assert placed.kind == kind
+
+
+def test_groups_of_another_kind_are_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Mamba-2's groups share keys; those of compressed attention share an output projection."""
+    placed = load_config(design(mixer("mamba2"), GATED), ["layers.*.mixer.kind=csa"]).layers[0].mixer
+    assert placed is not None
+    assert "groups" not in placed.dump()
+    assert "csa: groups left out, as it does not fit" in capsys.readouterr().err
+    drawn = load_config(design(mixer("mamba2"), GATED), ["layers.*.mixer.kind=csa", "layers.*.mixer.groups=2"])
+    resolved: Any = drawn.resolved().layers[0].mixer
+    assert (resolved.groups, resolved.out_rank) == (2, 6)
 
 
 @pytest.mark.parametrize(("before", "after"), list(permutations(kinds("feedforwards"), 2)))

@@ -379,17 +379,16 @@ def test_pairs_are_counted(ratio: int) -> None:
     [
         ({"overlap": True}, "overlap: is for entries"),
         ({"top_k": 2, "index_heads": 1, "index_head_dim": 4}, "top_k: is for entries"),
-        ({"compress_ratio": 4, "top_k": 2}, "index_heads: is missing"),
+        ({"compress_ratio": 4, "index_heads": 2}, "index_heads: does nothing without top_k"),
         ({"compress_ratio": 4, "window": 2}, "window: 2 hides tokens of a block of 4"),
         ({"compress_ratio": 1}, "compress_ratio"),
         ({"index_loss": 0.5}, "index_loss: does nothing"),
         ({"groups": 3, "out_rank": 2}, "groups: 3 does not divide heads = 4"),
-        ({"groups": 2}, "out_rank: is missing"),
+        ({"out_rank": 2}, "out_rank: does nothing without groups"),
         ({"rope_dim": 2}, "rope_dim: does nothing"),
         ({"rope_dim": 8, "position": {"kind": "rope"}}, "rope_dim: rope_dim = 8 dims of 6"),
         ({"position": {"kind": "axial_rope"}, "head_dim": 8}, "position: rotates by more"),
         ({"position": {"kind": "rope", "scaling": DYNAMIC}}, "position: rotates by more"),
-        ({"kind": "csa"}, "top_k: is required by csa"),
         ({"kind": "csa", "top_k": 1, "overlap": False}, "overlap: False contradicts csa"),
     ],
 )
@@ -398,10 +397,23 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None
         heddle.build(parse_config(ModelConfig, design(layer({"kind": "compressed_attention", "heads": 4} | fields))))
 
 
-def test_short_names_have_the_ratios_of_deepseek_v4() -> None:
-    index = {"top_k": 2, "index_heads": 1, "index_head_dim": 4}
-    found = [parse_config(MixerConfig, {"heads": 2, **each}) for each in ({"kind": "csa", **index}, {"kind": "hca"})]  # type: ignore[type-abstract]
-    assert [(part.compress_ratio, part.overlap) for part in found] == [(4, True), (128, False)]  # type: ignore[attr-defined]
+def test_short_names_have_the_numbers_of_deepseek_v4() -> None:
+    found: list[Any] = [parse_config(MixerConfig, {"heads": 2, "kind": kind}) for kind in ("csa", "hca")]  # type: ignore[type-abstract]
+    assert [(part.compress_ratio, part.overlap, part.top_k) for part in found] == [(4, True, 512), (128, False, None)]
+
+
+def test_widths_that_are_not_given_follow_from_the_heads() -> None:
+    """A quarter of the heads for the index, and of a group's width for its rank; at least 1."""
+    given = {"kind": "csa", "heads": 8, "groups": 2, "position": {"kind": "rope"}}
+    mixer: Any = parse_config(ModelConfig, design(layer(given)) | {"width": 48}).resolved().layers[0].mixer
+    assert (mixer.index_heads, mixer.index_head_dim, mixer.out_rank) == (2, 6, 6)
+    few: Any = parse_config(ModelConfig, design(layer(given | {"heads": 2, "head_dim": 2}))).resolved().layers[0].mixer
+    assert (few.index_heads, few.index_head_dim, few.out_rank) == (1, 2, 1)
+    sizes = {}
+    for name, fields in (("drawn", given), ("written", mixer.dump())):
+        model = heddle.build(parse_config(ModelConfig, design(layer(fields)) | {"width": 48}))
+        sizes[name] = {key: value.shape for key, value in model.state_dict().items()}
+    assert sizes["drawn"] == sizes["written"]
 
 
 def test_flops_count_what_is_seen() -> None:

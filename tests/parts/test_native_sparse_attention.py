@@ -144,8 +144,11 @@ def test_the_state_has_every_token_every_finished_block_and_a_tail() -> None:
     ("fields", "message"),
     [
         ({"heads": 5, "head_dim": 4, "kv_heads": 2}, r"kv_heads: 2 does not divide heads = 5"),
-        ({"heads": 4, "top_k": 3}, r"local: 2 leaves none of the 3 to select"),
-        ({"heads": 4, "top_k": 1, "local": 0}, r"first: 1 leaves none of the 1 to select"),
+        ({"heads": 4, "top_k": 3}, "top_k: 3 leaves none to select beside local = 2 and first = 1; give at least 4"),
+        (
+            {"heads": 4, "top_k": 1, "local": 0},
+            "top_k: 1 leaves none to select beside local = 0 and first = 1; give at least 2",
+        ),
         ({"heads": 4, "block": 1}, r"block:.*1"),
     ],
 )

@@ -22,7 +22,7 @@ from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.position_table import PositionTable
 from tests.cases import case, design, layer
 from tests.laws.planting import Plant, calls, operator, reads
-from tests.parts.loops import assert_none, mixer_errors, with_large_weights
+from tests.parts.loops import assert_none, mixer_errors, sigmoid, with_large_weights
 
 WIDTH = 10
 
@@ -44,14 +44,15 @@ def loop(x: Tensor, mixer: Any) -> Tensor:
             beta = 2 / (1 + torch.exp(-rates[g]))
             of_token.append(torch.eye(d, dtype=x.dtype) - beta * torch.outer(own, own))
         reflections.append(of_token)
-    rows = []
+    rows, gates = [], None if mixer.forget is None else sigmoid(x @ mixer.forget.weight.T + mixer.forget.bias)
     for i in range(len(x)):
         heads = []
         for h in range(mixer.heads):
             g = h // size
             turned, scores = mixer.q.weight[h * d : (h + 1) * d] @ x[i], []
             for j in range(i, -1, -1):
-                scores.append((mixer.k.weight[g * d : (g + 1) * d] @ x[j]) @ turned * mixer.scale)
+                score = (mixer.k.weight[g * d : (g + 1) * d] @ x[j]) @ turned * mixer.scale
+                scores.append(score if gates is None else score + gates[j + 1 : i + 1, h].prod().log())
                 turned = reflections[j][g] @ turned
             weights = torch.stack(scores[::-1]).softmax(0)
             heads.append(weights @ (x[: i + 1] @ mixer.v.weight[g * d_v : (g + 1) * d_v].T))
@@ -70,6 +71,7 @@ def built(draw: random.Random) -> PathAttention:
         vector_rank=draw.randint(1, 4),
         conv_kernel=draw.randint(1, 4),
         scale=draw.choice((None, 0.4)),
+        forget=draw.random() < 0.5,
     )
     return with_large_weights(config.build(BuildContext(WIDTH, RMSConfig())), draw)
 
@@ -98,6 +100,10 @@ WRONG: dict[str, Plant] = {
     "matrices of other documents": reads(householder_products, "segment_ids", lambda _: None, 0),
     "β up to 1": calls(PathAttention.forward, "sigmoid", lambda x: x.sigmoid() / 2),
     "w that is not normalized": calls(PathAttention._attend, "l2_normalize", lambda _, x: x),
+    "gates that are not sigmoids": calls(PathAttention.forward, "logsigmoid", lambda _, x: x),
+    "gates that a state does not keep": calls(
+        PathAttention._attend, "_extended", lambda extend, cache, logs, layout: extend(cache, 0.0 * logs, layout), 1
+    ),
     "keys that the state does not convolve": reads(PathAttention._attend, "convolved", lambda x: x.roll(1, 1), 0),
 }
 
@@ -134,12 +140,13 @@ def test_a_product_of_reflections_composes_a_permutation() -> None:
     assert (bias[0, 0, 0] + 1).tolist() == pytest.approx([1.0, 2.0, 2.0, 1.0], abs=1e-12)
 
 
-def test_the_state_has_what_each_token_says() -> None:
-    """2 d of a key, its value, and β in at least float32; the convolution's inputs do not grow."""
-    config = case("path")
+@pytest.mark.parametrize(("name", "gates"), [("path", 0), ("path-forget", 4)])
+def test_the_state_has_what_each_token_says(name: str, gates: int) -> None:
+    """2 d of a key, its value, and β and gates in at least float32; the convolution's inputs do not grow."""
+    config = case(name)
     sizes = [heddle.size(config, length, dtype=torch.bfloat16).layers[0].state_bytes for length in (20, 21)]
     mixer: Any = config.resolved().layers[0].mixer
-    per_layer = mixer.kv_heads * (2 * (2 * mixer.head_dim + mixer.value_dim) + 4)
+    per_layer = mixer.kv_heads * (2 * (2 * mixer.head_dim + mixer.value_dim) + 4) + gates * 4
     assert sizes[1] - sizes[0] == per_layer
     state = heddle.build(config).bfloat16().init_state(3, 20)
     assert state.tensors()["layers.0.beta.keys"].dtype == torch.float32

@@ -55,6 +55,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Correctness": (
         "docs/laws.md", "docs/rank-laws.md", "docs/commonly-wrong.md", "docs/shipped-bugs.md", "docs/reliability.md",
+        "benchmarks/results/parts.md",
     ),
     "Project": (
         "CONTRIBUTING.md", "SECURITY.md", "THIRD_PARTY.md", "CHANGELOG.md",
@@ -135,6 +136,7 @@ def markdown_files() -> tuple[str, ...]:
         ROOT / "benchmarks/README.md",
         ROOT / "benchmarks/results/transcript.md",
         ROOT / "benchmarks/results/gemma.md",
+        ROOT / "benchmarks/results/parts.md",
     ]
     files = [path for path in (*top, *(ROOT / "docs").rglob("*.md")) if path.is_file()]
     return tuple(sorted(path.relative_to(ROOT).as_posix() for path in files))

@@ -476,9 +476,11 @@ def _replace_kind(node: dict[str, Any], base: type[Part], kind: str, width: Any)
         return None
     carried = {name: value for name, value in _explicit_fields(previous, node).items() if name in new.model_fields}
     defaults = {} if new is old else new.default_fields(previous, width)
+    unfit = tuple(name for name, value in defaults.items() if value is None and carried.pop(name, None) is not None)
+    defaults = {name: value for name, value in defaults.items() if value is not None}
     fields = {**carried, **defaults, **explicit}
     optional = {name for name in carried if not new.model_fields[name].is_required()}
-    dropped = _drop_unfit(base, kind, fields, optional, width)
+    dropped = (*unfit, *_drop_unfit(base, kind, fields, optional, width))
     chosen = {name: value for name, value in defaults.items() if name not in explicit and carried.get(name) != value}
     node.clear()
     node |= {"kind": kind, **fields}

@@ -13,6 +13,7 @@ INTEGERS = {
     "top_k": (1, 2, 3), "groups": (1, 2, 4), "top_groups": (1, 2), "hidden": (24, 40), "shared": (1, 2),
     "norms": (1, 2), "buckets": (3, 8, 32), "max_distance": (9, 128), "length": (600, 900), "streams": (2, 4),
     "state_size": (8, 16), "block_size": (1, 2, 3), "altup_streams": (2, 4),
+    "compress_ratio": (2, 4, 5, 40), "block": (2, 8, 64), "local": (0, 1, 2), "first": (0, 1),
 }  # fmt: skip
 TEXT = 96  # tokens
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from heddle.lab.explore.costs import Costs, Number, costs_of, projection
 from heddle.numerics.attention.householder import BLOCK, householder_flops
+from heddle.numerics.attention.indexer import indexer_flops
 from heddle.numerics.attention.softmax import attention_flops
 from heddle.numerics.linear import linear_flops
 from heddle.numerics.recurrent.causal_sums import causal_sums_flops
@@ -13,6 +14,7 @@ from heddle.numerics.recurrent.convolution import convolution_flops
 from heddle.numerics.recurrent.double_softmax import double_softmax_flops
 from heddle.numerics.recurrent.gated_delta import delta_rule_flops
 from heddle.numerics.recurrent.general_delta import general_delta_flops
+from heddle.parts.mixers.compressed_attention import SHARE
 from heddle.parts.mixers.linear_attention import MAP_FIELDS
 from heddle.parts.mixers.mamba import EXPANSION, WIDTH_OF_RANK
 from heddle.parts.mixers.rwkv7 import RANK_FACTORS
@@ -81,9 +83,9 @@ def check_position(n: Quantities, dims: Number) -> None:
     n.refuse(is_within, single, position=far)
 
 
-def check_norm(n: Quantities, width: Number) -> None:
+def check_norm(n: Quantities, width: Number, field: str = "value_dim") -> None:
     """Declare that a norm over the values of a head needs at least two."""
-    n.refuse(n.above(2, width), value_dim=1)
+    n.refuse(n.above(2, width), **{field: 1})
 
 
 def convolution_costs(n: Quantities, channels: Number, bias: Number = 0) -> Costs:
@@ -190,7 +192,99 @@ def path_attention(n: Quantities) -> Costs:
     )
     read = projection(n, n.width, n.heads * dim + groups * (dim + value_dim) + n.vector_rank)
     read += projection(n, n.width, groups, 1) + projection(n, n.vector_rank, keys)
+    read += (projection(n, n.width, n.heads, 1) + Costs(recurrent=n.tokens * n.heads)).scaled(n.forget)
     return read + convolution_costs(n, keys) + own + projection(n, n.heads * value_dim, n.width)
+
+
+def whole(n: Quantities, number: Number, divisor: Number) -> Number:
+    """How many times the divisor is in the number."""
+    return (number - n.remainder(number, divisor)) / divisor
+
+
+def window_pairs(n: Quantities, window: Number) -> Number:
+    """Visible pairs of a causal window."""
+    seen = n.least(window, n.tokens)
+    return seen * (seen + 1) / 2 + (n.tokens - seen) * seen
+
+
+def entry_pairs(n: Quantities, ratio: Number, most: Number) -> Number:
+    """Pairs of a query and an entry of a finished block that it sees, at most this many for each query."""
+    blocks = whole(n, n.tokens, ratio)
+    seen = n.least(most, blocks)
+    return ratio * (seen * (seen - 1) / 2 + (blocks - seen) * seen) + (n.tokens - ratio * blocks + 1) * seen
+
+
+@costs_of("mixers", "compressed_attention")
+def compressed_attention(n: Quantities) -> Costs:
+    """Projections, pools of blocks, an index over them, and pairs in the window and of the entries that are seen."""
+    dim, has_blocks, has_groups, chooses = head_width(n, n.width), *map(n.has, ("compress_ratio", "groups", "top_k"))
+    ratio, groups = n.compress_ratio + 1 - has_blocks, n.groups + 1 - has_groups  # 1 where there are none
+    index_heads = n.default("index_heads", 1 + n.above(whole(n, n.heads, SHARE), 1))
+    index_dim, rope_dim = n.default("index_head_dim", dim), n.default("rope_dim", dim)
+    rank = n.default("out_rank", 1 + n.above(whole(n, n.heads / groups * dim, SHARE), 1))
+    check_norm(n, dim, "head_dim")
+    n.refuse(n.remainder(n.heads, groups), groups=3)
+    n.refuse(n.has("out_rank") * (1 - has_groups), out_rank=3)
+    for name in ("index_heads", "index_head_dim", "index_loss"):
+        n.refuse(n.has(name) * (1 - chooses), **{name: 3})
+    n.refuse(n.overlap * (1 - has_blocks), overlap=True)
+    n.refuse(chooses * (1 - has_blocks), top_k=3)
+    n.refuse(n.above(n.compress_ratio - 1, n.window), n.compress_ratio, n.compress_ratio - 1, compress_ratio=200)
+    n.refuse(n.above(n.query_rank, n.width), n.query_rank, query_rank=700)
+    rotates = n.has("position")
+    n.refuse(n.has("rope_dim") * (1 - rotates), rope_dim=4)
+    rotary: dict[str, Any] = {"position": {"kind": "rope"}}
+    index = {"compress_ratio": 4, "top_k": 3}
+    n.refuse(rotates * n.above(rope_dim, dim), dim, rope_dim=62, **rotary)
+    n.refuse(rotates * chooses * n.above(rope_dim, index_dim), index_head_dim=6, **index, **rotary)
+    n.refuse(chooses * n.above(2, index_dim), index_head_dim=1, **index)
+    check_rotation(n, rope_dim)
+    dynamic = n.equals("position_scaling", "longrope")
+    dynamic += n.equals("position_scaling", "ntk") * n.has("position_scaling_original_length")
+    n.refuse(n.equals("position", "axial_rope") + dynamic, position={"kind": "axial_rope"})
+    series = 1 + n.overlap
+    entries = chooses * n.default("top_k", n.tokens) + (1 - chooses) * n.tokens
+    pairs = window_pairs(n, n.window) + has_blocks * entry_pairs(n, ratio, entries)
+    stored = has_blocks * (dim + chooses * index_dim)
+    blocks = whole(n, n.tokens - 1, ratio) + 1
+    own = Costs(
+        parameters=n.heads * n.sink + n.norm(dim),
+        flops=attention_flops(pairs, 1, n.heads, 2 * dim),
+        cached=n.least(n.window, n.tokens) * dim + stored * (blocks + (series * ratio - 1) * 2 * series),
+    )
+    pools = Costs(parameters=series * ratio * stored + has_blocks * (n.norm(dim) + chooses * n.norm(index_dim)))
+    pools += projection(n, n.width, 2 * series * stored)
+    has_rank = n.has("query_rank")
+    query_width = has_rank * n.query_rank + (1 - has_rank) * n.width
+    queries = (projection(n, n.width, n.query_rank) + Costs(parameters=n.norm(n.query_rank))).scaled(has_rank)
+    selects = n.least(1, n.above(blocks, n.top_k))
+    scores = indexer_flops(entry_pairs(n, ratio, n.tokens), 1, index_heads, index_dim)
+    indexes = projection(n, query_width, index_heads * index_dim) + projection(n, n.width, index_heads)
+    indexes += Costs(flops=selects * scores)
+    values = n.heads * dim
+    out = projection(n, values, n.width).scaled(1 - has_groups)
+    out += (projection(n, values, rank) + projection(n, groups * rank, n.width)).scaled(has_groups)
+    read = projection(n, n.width, dim) + queries + projection(n, query_width, values)
+    return read + pools + indexes.scaled(chooses) + own + out
+
+
+@costs_of("mixers", "native_sparse_attention")
+def native_sparse_attention(n: Quantities) -> Costs:
+    """Projections, gates, scores of all keys, and pairs of three branches; the cache has means of blocks, too."""
+    groups, dim = head_groups(n, "kv_heads"), head_width(n, n.width)
+    value_dim, taken = n.default("value_dim", dim), n.local + n.first
+    check_rotation(n, dim)
+    n.refuse(n.above(taken + 1, n.top_k), taken + 1, top_k=2)
+    pairs = entry_pairs(n, n.block, n.tokens) + window_pairs(n, n.top_k * n.block) + window_pairs(n, n.window)
+    selects = n.least(1, n.above(whole(n, n.tokens + n.block - 2, n.block) + 1, n.top_k))
+    scores = indexer_flops(window_pairs(n, n.tokens), 1, n.heads, dim, False)
+    blocks = whole(n, n.tokens - 1, n.block) + 1
+    own = Costs(
+        flops=attention_flops(pairs, 1, n.heads, dim + value_dim) + selects * scores,
+        cached=(n.tokens + blocks + n.block - 1) * groups * (dim + value_dim),
+    )
+    read = projection(n, n.width, n.heads * (dim + 3) + groups * (dim + value_dim))
+    return read + own + projection(n, n.heads * value_dim, n.width)
 
 
 @costs_of("mixers", "latent_attention")

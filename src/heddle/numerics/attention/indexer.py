@@ -76,7 +76,7 @@ class KeyBlocks(NamedTuple):
 
 def indexer_flops(pairs: int, batch: int, heads: int, dim: int, weighted: bool = True) -> int:
     """FLOPs of the scores of `pairs` (query, key) pairs: a product of `dim` elements per head, and their sum."""
-    return 2 * batch * pairs * heads * (dim + weighted)
+    return 2 * batch * pairs * heads * (dim + int(weighted))
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor | None) -> Tensor:

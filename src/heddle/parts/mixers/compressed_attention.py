@@ -18,9 +18,9 @@ entries of its own, pooled in the same way:
 Scores of 0 are frequent: of equal scores the first blocks win. The selection has no gradient. In training the index
 learns only from its own loss, as the `indexer` of other mixers does, and passes no gradient on.
 
-`csa` (compressed sparse attention) is overlap with an index, and blocks of 4 tokens by default; `hca` (heavily
-compressed attention) has blocks of 128. Without `compress_ratio` only the window is attended to. With `groups`, each
-group of heads has its own output projection of rank `out_rank`.
+`csa` (compressed sparse attention) is overlap with an index, by default 512 entries of blocks of 4 tokens; `hca`
+(heavily compressed attention) has blocks of 128. Without `compress_ratio` only the window is attended to. With
+`groups`, each group of heads has its own output projection of rank `out_rank`.
 
 The state has the keys of the window, the entries, and what the tokens of unfinished blocks, and with `overlap` of the
 block before, will add to entries. All pairs are computed and then masked; FLOPs count those that are seen.
@@ -34,7 +34,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from heddle.config import DesignError, PositiveFloat, PositiveInt, Width, build_under, refuse, with_implied
+from heddle.config import DesignError, Part, PositiveFloat, PositiveInt, Width, build_under, refuse, with_implied
 from heddle.numerics.attention.indexer import Choice, index_loss
 from heddle.numerics.attention.mask import AttentionMask, ScoreModifiers, visible_pairs
 from heddle.numerics.attention.softmax import attention
@@ -64,6 +64,8 @@ from heddle.parts.states import KVCache, StateSpec
 
 DEFAULT_EPS = 1e-6  # of the norm of queries, where the model's norm has no eps
 RATIOS = {"csa": 4, "hca": 128}  # DeepSeek-V4's
+SELECTED = 512  # entries, DeepSeek-V4's
+SHARE = 4  # what an index has of the heads, and a projection of a group's width, by default one of so many parts
 
 
 class CompressedAttentionConfig(MixerConfig):
@@ -79,11 +81,11 @@ class CompressedAttentionConfig(MixerConfig):
     compress_ratio: Annotated[int, Field(ge=2, le=2**20)] | None = None  # tokens of a block; default: no blocks
     overlap: bool = False  # an entry also pools the block before
     top_k: Width | None = None  # entries that each query sees; default: all
-    index_heads: Width | None = None  # with top_k
-    index_head_dim: Width | None = None  # with top_k
+    index_heads: Width | None = None  # default: heads / 4, with top_k
+    index_head_dim: Width | None = None  # default: head_dim, with top_k
     index_loss: PositiveFloat | None = None  # coefficient of the index's loss in training; default: 1, with top_k
     groups: Width | None = None  # of heads, each with an output projection of rank out_rank; default: one, of full rank
-    out_rank: Width | None = None  # with groups
+    out_rank: Width | None = None  # default: a quarter of the width of a group's heads, with groups
     sink: bool = True  # one learned logit per head, without a value
     scale: PositiveFloat | None = None  # default: 1 / sqrt(head_dim)
     rope_dim: Width | None = None  # rotated dims, the last of each head; default: head_dim
@@ -92,15 +94,13 @@ class CompressedAttentionConfig(MixerConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_head_groups("groups", self.groups, self.heads)
-        for names in (("groups", "out_rank"), ("top_k", "index_heads", "index_head_dim")):
-            missing = [name for name in names if getattr(self, name) is None]
-            if missing and len(missing) < len(names):
-                refuse(missing[0], f"is missing; give {' and '.join(names)} together, or none of them")
+        for of, names in (("groups", ("out_rank",)), ("top_k", ("index_heads", "index_head_dim", "index_loss"))):
+            for name in names if getattr(self, of) is None else ():
+                if getattr(self, name) is not None:
+                    refuse(name, f"does nothing without {of}; give {of}, or leave it out")
         for name, is_there in (("overlap", self.overlap), ("top_k", self.top_k is not None)):
             if is_there and self.compress_ratio is None:
                 refuse(name, "is for entries of blocks, but there are none; give compress_ratio, or leave it out")
-        if self.index_loss is not None and self.top_k is None:
-            refuse("index_loss", "does nothing without an index; give top_k, or leave it out")
         if self.compress_ratio is not None and self.window < self.compress_ratio - 1:
             reason = f"{self.window} hides tokens of a block of {self.compress_ratio} before it is finished"
             refuse("window", f"{reason}; give at least {self.compress_ratio - 1}")
@@ -110,21 +110,31 @@ class CompressedAttentionConfig(MixerConfig):
 
     @classmethod
     def fields_of_alias(cls, alias: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """csa: overlap and an index, by default over blocks of 4. hca: by default blocks of 128."""
+        """csa: overlap and an index, by default of 512 entries over blocks of 4. hca: by default blocks of 128."""
         if alias == "csa":
-            if fields.get("top_k") is None:
-                raise DesignError("top_k", "is required by csa; give it the number of entries that a query sees")
+            fields = {**fields, "top_k": SELECTED if fields.get("top_k") is None else fields["top_k"]}
             fields = with_implied(alias, fields, "overlap", True)
         return {**fields} if fields.get("compress_ratio") is not None else {**fields, "compress_ratio": RATIOS[alias]}
 
+    @classmethod
+    def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
+        """No groups, which are of another kind in the previous mixer."""
+        fields = super().default_fields(previous, width)
+        return fields | ({"groups": None} if "groups" in previous.model_fields_set else {})
+
     def resolved(self, context: BuildContext) -> Self:
-        """Widths, scale, rotary dims and the index's loss written out."""
+        """Widths, scale, rotary dims, and those of the index and its loss written out."""
         dim = context.head_dim(self.heads, self.head_dim)
         rotated = self.rope_dim or dim
         position = None if self.position is None else self.position.resolved(rotated)
-        rope_dim, loss = None if position is None else rotated, None if self.top_k is None else self.index_loss or 1.0
-        fields = {"head_dim": dim, "scale": self.scale or dim**-0.5, "rope_dim": rope_dim, "position": position}
-        return self.replace(**fields, index_loss=loss)
+        rope_dim = None if position is None else rotated
+        fields: dict[str, Any] = {"head_dim": dim, "scale": self.scale or dim**-0.5, "rope_dim": rope_dim}
+        if self.top_k is not None:
+            fields["index_heads"] = self.index_heads or max(1, self.heads // SHARE)
+            fields |= {"index_head_dim": self.index_head_dim or dim, "index_loss": self.index_loss or 1.0}
+        if self.groups is not None:
+            fields["out_rank"] = self.out_rank or max(1, self.heads // self.groups * dim // SHARE)
+        return self.replace(**fields, position=position)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -151,7 +161,8 @@ class CompressedAttentionConfig(MixerConfig):
             check_norm_width("index_head_dim", self.index_head_dim)
         if self.query_rank is not None and self.query_rank > context.width:
             raise DesignError("query_rank", f"{self.query_rank} is larger than width = {context.width}; lower it")
-        return CompressedAttention(self, context)
+        own = {name: getattr(self.resolved(context), name) for name in ("index_heads", "index_head_dim", "out_rank")}
+        return CompressedAttention(self.replace(**own), context)
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,8 +67,9 @@ class NativeSparseAttentionConfig(MixerConfig):
     def _check(self) -> Self:
         check_head_groups("kv_heads", self.kv_heads, self.heads)
         if self.local + self.first >= self.top_k:
-            name, value = ("local", self.local) if self.local else ("first", self.first)
-            refuse(name, f"{value} leaves none of the {self.top_k} to select; lower it, or raise top_k")
+            least = self.local + self.first + 1
+            reason = f"{self.top_k} leaves none to select beside local = {self.local} and first = {self.first}"
+            refuse("top_k", f"{reason}; give at least {least}, or lower local or first")
         return self
 
     def resolved(self, context: BuildContext) -> Self:
