@@ -2,12 +2,17 @@
 
 import hashlib
 import json
+import subprocess
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from heddle.machine import measured_choices
+from heddle.runtime import EARLIER_CHOICES
 from tools import same, same_commands, same_sections
 
 FACTS: dict[str, Any] = {
@@ -205,6 +210,34 @@ def test_the_committed_names_permit_no_common_fault() -> None:
 
 def committed() -> list[same.Name]:
     return same.read_names(json.loads(same.NAMED.read_text(encoding="utf-8")), declared()["options"])
+
+
+def test_what_is_computed_in_float64_has_no_name() -> None:
+    assert [str(meant) for meant in committed() if fnmatchcase("logits.cases:attention-mha.logits", meant.path)] == []
+    assert {meant.path.partition(".")[0] for meant in committed()} <= set(same.SECTIONS) - {"logits"}
+
+
+def test_both_sides_use_the_kernels_of_versions_that_measured_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def run(words: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setenv("HEDDLE_MACHINE", env["HEDDLE_MACHINE"])
+        found.append(measured_choices())
+        Path(words[-2]).write_text("{}")
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(same.subprocess, "run", run)
+    for side in ("old", "new"):
+        same.run_section("training", same.HERE.parent, tmp_path / side, None)
+    assert found == [EARLIER_CHOICES] * 2
+
+
+def test_a_command_leaves_its_float32_products_to_no_other(tmp_path: Path) -> None:
+    torch.set_float32_matmul_precision("medium")
+    assert same_sections.Probe(tmp_path, None).run("--version")["code"] == 0
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def declared() -> dict[str, Any]:

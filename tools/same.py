@@ -146,7 +146,7 @@ RULES: dict[str, Callable[[Any, Any, Any], bool]] = {  # of (bound, old, new)
     "words": lambda bound, old, new: _in_other_words(old, new, bound),
     "reordered": lambda _, old, new: _in_other_order(old, new),
 }
-WIDEST = {"relative": 1e-5, "absolute": 1e-6}
+WIDEST = {"relative": 1e-5, "absolute": 1e-5}
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,8 +189,18 @@ class Name:
 
 
 def read_names(entries: list[dict[str, Any]], options: list[dict[str, Any]]) -> list[Name]:
-    """The names of same_named.json and those of options that are gone. Raises ValueError if a reason is missing."""
-    names = [Name.read(entry) for entry in entries]
+    """The names of same_named.json and those of options that are gone. Raises ValueError if a reason is missing.
+
+    {"path": "a.*", "adds": {"b": 1}} stands for {"path": "a.b", "added": 1}, and for the like of each field.
+    """
+    names = []
+    for entry in entries:
+        whole, fields = dict(entry), entry.get("adds", {})
+        if whole.pop("adds", None) is not None:
+            prefix = whole.pop("path").removesuffix("*")
+            names += [Name.read({"path": prefix + field, "added": value} | whole) for field, value in fields.items()]
+        else:
+            names.append(Name.read(whole))
     for entry in options:
         if not entry.get("reason") or (entry["new"] is None and not entry.get("remedy")):
             raise ValueError(f"{MAP.name}: {entry} has no reason, or no remedy for what is gone; write it")
