@@ -208,6 +208,48 @@ def test_the_committed_names_permit_no_common_fault() -> None:
         assert len(meant.path.split(".")) >= 2, str(meant)
 
 
+EXAMPLES: list[tuple[str, Any, Any, Any]] = [  # path, OLD, NEW that has a name, NEW that has none
+    ("families.qwen3_5_text:plain.config.mamba_ssm_dtype", same.ABSENT, "float32", "bfloat16"),
+    ("training.dense.log.2.validation_bits_per_byte", 2.282635936469473, 2.282635930688544, 2.282636),
+    ("training.moe.files.training.json.values.0.run", same.ABSENT, "0a" * 32, "0a"),
+    ("files.run.run.json.values.0.runtime.choices", same.ABSENT, EARLIER_CHOICES.dump(), {"matmul": "low"}),
+    ("reports.two.designs.0.runs.0.windows.0", [121.03450417983478, 54], [121.03450280397357, 54], [121.0346, 54]),
+    ("reports.two.designs.0.runs.0.windows.1", [121.03450417983478, 54], [121.03450417983478, 54], [121.0345, 55]),
+    ("reports.vary.pairs.0.mean", -2.987295288559011e-05, -2.9856573585007595e-05, -3.1e-05),
+    ("options.read.compare a.values.--seeds", 3, None, 2),
+    ("options.read.train a.values.--qk-clip", same.ABSENT, None, 100.0),
+    ("options.read.check a --quiet.values.--quiet", True, same.ABSENT, False),
+    ("api.fields.AttentionConfig.chunked", same.ABSENT, "False", "True"),
+    ("api.Layout.attention_mask", ["self"], ["self", "positional or keyword chunked=False"], ["self", "chunked"]),
+]
+NAMELESS: list[tuple[str, Any, Any]] = [
+    ("families.llama:plain.config.mamba_ssm_dtype", same.ABSENT, "float32"),
+    ("families.llama:plain.back.logits", "0a", "1b"),
+    ("training.dense.log.0.gradient_norm", 0.9796488285064697, 0.9796488881111145),
+    ("training.dense.log.2.loss", 5.6944899559021, 5.694489955902099),
+    ("training.moe.log.2.validation_bits_per_byte", 2.282635936469473, 2.282635936469472),
+    ("training.dense.files.manifest.json.values.0.files.model.safetensors.sha256", "0a" * 32, "1b" * 32),
+    ("reports.recall.designs.0.recall.parity.accuracy", 0.59051513671875, 0.59051513671874),
+    ("reports.converted.models.1.layer_errors.0.mixer", 0.1, 0.10000000000000002),
+    ("options.read.compare a --seeds 3.values.--seeds", 3, None),
+    ("options.read.train a.values.--seeds", 3, None),
+    ("options.read.check a.code", 0, 2),
+    ("options.run.verify nowhere", 2, 1),
+    ("api.fields.AttentionConfig.heads", "4", "8"),
+    ("api.generate", ["model"], ["model", "keyword-only seed=0"]),
+]
+
+
+def test_the_committed_names_name_their_examples_and_nothing_beside() -> None:
+    def named(path: str, old: Any, new: Any) -> bool:
+        return any(meant.is_of(path) and meant.permits(old, new) for meant in committed())
+
+    for path, old, new, other in EXAMPLES:
+        assert named(path, old, new), path
+        assert not named(path, old, other), path
+    assert [fault for fault in NAMELESS if named(*fault)] == []
+
+
 def committed() -> list[same.Name]:
     return same.read_names(json.loads(same.NAMED.read_text(encoding="utf-8")), declared()["options"])
 
