@@ -152,7 +152,8 @@ RULES: dict[str, tuple[Any, tuple[Any, Any], list[tuple[Any, Any]]]] = {
     "gone": (True, (3, same.ABSENT), [(3, 4), (same.ABSENT, 3), (3, None)]),
     "relative": (1e-6, ([2.0, 5], [2.0000001, 5]), [
         ([2.0, 5], [2.00001, 5]), ([2.0, 5], [2.0, 6]), ([2.0], [2.0, 5]), (2.0, 2), (2.0, "2"), (2.0, same.ABSENT),
-        (float("nan"), 2.0), (2.0, float("nan")), (2.0, None), (0.0, 1e-30), (1.0, -1.0), (True, 1.0), (5, 6),
+        (float("nan"), 2.0), (2.0, float("nan")), (2.0, float("inf")), (2.0, None),
+        (0.0, 1e-30), (1.0, -1.0), (True, 1.0), (5, 6),
     ]),
     "absolute": (1e-7, (1e-9, -1e-9), [(1e-9, 2e-7), (5, 6), (2.0, float("nan")), (float("inf"), 2.0)]),
     "words": ({"luck": "variance", "+": "Slow: [0-9]+ %"}, (["4 by luck"], ["4 by variance", "Slow: 40 %"]), [
