@@ -25,7 +25,7 @@ MEASURED = re.compile(  # fields that hold time or memory, or a hash over these
 )
 DURATION = re.compile(r"\b[\d.,–-]+ (ms|s|min|h|hours|minutes|seconds)\b")  # in a sentence
 STYLES: dict[str, dict[str, Any]] = {  # arguments of json.dumps
-    f"{name}{' ascii' * is_ascii}": options | {"ensure_ascii": is_ascii}
+    f"{name}{' ascii' * is_ascii}": {**options, "ensure_ascii": is_ascii}
     for name, options in {
         "line": {}, "short line": {"separators": (",", ":")}, **{f"indent {n}": {"indent": n} for n in (1, 2, 4)},
     }.items()
