@@ -24,13 +24,14 @@ MEASURED = re.compile(  # fields that hold time or memory, or a hash over these
     r"(wall_)?seconds|.*_per_second|.*speed_range|peak_memory.*|created|chain|head|prefill|decode|reading_share"
 )
 DURATION = re.compile(r"\b[\d.,–-]+ (ms|s|min|h|hours|minutes|seconds)\b")  # in a sentence
-STYLES: dict[str, dict[str, Any]] = {  # arguments of json.dumps
-    f"{name}{' ascii' * is_ascii}": {**options, "ensure_ascii": is_ascii}
-    for name, options in {
-        "line": {}, "short line": {"separators": (",", ":")}, **{f"indent {n}": {"indent": n} for n in (1, 2, 4)},
-    }.items()
-    for is_ascii in (False, True)
+LAYOUTS: dict[str, dict[str, Any]] = {  # of JSON texts: arguments of json.dumps
+    "line": {}, "short line": {"separators": (",", ":")}, **{f"indent {n}": {"indent": n} for n in (1, 2, 4)},
 }  # fmt: skip
+STYLES: dict[str, dict[str, Any]] = {
+    f"{name}{' ascii' * is_ascii}": {**options, "ensure_ascii": is_ascii}
+    for name, options in LAYOUTS.items()
+    for is_ascii in (False, True)
+}
 
 
 def digest(*tensors: Any) -> str:
