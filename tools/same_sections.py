@@ -24,7 +24,14 @@ MEASURED = re.compile(  # fields that hold time or memory, or a hash over these
     r"(wall_)?seconds|.*_per_second|.*speed_range|peak_memory.*|created|chain|head|prefill|decode|reading_share"
 )
 DURATION = re.compile(r"\b[\d.,–-]+ (ms|s|min|h|hours|minutes|seconds)\b")  # in a sentence
-TOKENS = re.compile(r'("(?:[^"\\]|\\.)*"\s*:)|"(?:[^"\\]|\\.)*"|[^\s\[\]{},:]+')  # of a JSON text; group 1: a key
+LAYOUTS: dict[str, dict[str, Any]] = {  # of JSON texts: arguments of json.dumps
+    "line": {}, "short line": {"separators": (",", ":")}, **{f"indent {n}": {"indent": n} for n in (1, 2, 4)},
+}  # fmt: skip
+STYLES: dict[str, dict[str, Any]] = {
+    f"{name}{' ascii' * is_ascii}": {**options, "ensure_ascii": is_ascii}
+    for name, options in LAYOUTS.items()
+    for is_ascii in (False, True)
+}
 
 
 def digest(*tensors: Any) -> str:
@@ -64,19 +71,40 @@ def json_facts(text: str) -> dict[str, Any]:
     return {name: masked(item, name) for name, item in json.loads(text).items() if name != "sha256"}
 
 
-def folder_facts(folder: Path, measured: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The SHA-256 of every file of a folder by name. JSON files named in `measured`: their values, and their form."""
+def folder_facts(folder: Path, by_value: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The SHA-256 of every file of a folder by name; of JSON files named in `by_value`, their values and their style.
+
+    What a manifest records of these is compared with the file.
+    """
     facts: dict[str, Any] = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = file.relative_to(folder).as_posix()
-        if file.name not in measured:
+        if file.name not in by_value:
             facts[name] = "any bytes" if file.name == ".lock" else hashlib.sha256(file.read_bytes()).hexdigest()
             continue
         text = file.read_text(encoding="utf-8")
         documents = text.splitlines() if file.suffix == ".jsonl" else [text]
-        form = text_digest(TOKENS.sub(lambda token: token[1] or "x", text))
-        facts[name] = {"values": [json_facts(document) for document in documents], "form": form}
+        values = [json_facts(document) for document in documents]
+        if file.name == "manifest.json":
+            _check_records(file.parent, values[0]["files"], by_value)
+        facts[name] = {"values": values, "style": sorted({style(document) for document in documents})}
     return facts
+
+
+def _check_records(folder: Path, records: dict[str, Any], by_value: tuple[str, ...]) -> None:
+    """Replace hash and size of each file that is compared by value by whether they are those of the file."""
+    for name in records.keys() & set(by_value):
+        content = (folder / name).read_bytes()
+        facts = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+        records[name] |= {key: "of the file" for key, fact in facts.items() if records[name][key] == fact}
+
+
+def style(text: str) -> str:
+    """How a JSON text is laid out, whatever its values: a name of STYLES if it is one of these byte for byte."""
+    lines = text.removesuffix("\n")
+    end = "newline" if lines != text else "no newline"
+    names = (name for name, options in STYLES.items() if json.dumps(json.loads(text), **options) == lines)
+    return f"{next(names, text_digest(text))}, {end}"
 
 
 class Probe:
@@ -89,8 +117,11 @@ class Probe:
     def run(self, *words: str | Path, expect: int | None = 0) -> dict[str, Any]:
         """Run a command line as `python -m heddle` does, in this process: its exit code and what it printed.
 
-        Raises RuntimeError for another exit code than `expect`; None: any.
+        Float32 products are torch's own after it, whatever it chose. Raises RuntimeError for another exit code than
+        `expect`; None: any.
         """
+        import torch
+
         argv, out, errors = sys.argv, StringIO(), StringIO()
         sys.argv = ["heddle", *map(str, words)]
         try:
@@ -101,6 +132,7 @@ class Probe:
             code = end.code or 0
         finally:
             sys.argv = argv
+            torch.set_float32_matmul_precision("highest")
         if expect is not None and code != expect:
             raise RuntimeError(f"{' '.join(map(str, words))}: exit code {code}: {errors.getvalue()[-500:]}")
         return {"code": code, "out": out.getvalue()}
@@ -238,8 +270,9 @@ def families(probe: Probe) -> dict[str, Any]:
         heddle.save(model, "family/model")
         probe.run("export", "family/model", "family/hf", "--family", family, "--quiet")
         probe.run("import", "family/hf", "family/back", "--quiet")
-        theirs = dict(json.loads(Path("family/hf/config.json").read_text()))
-        facts[name] = fact = {"config": theirs, "files": folder_facts(Path("family/hf"))}
+        text = Path("family/hf/config.json").read_text(encoding="utf-8")
+        written = folder_facts(Path("family/hf"), ("config.json", "manifest.json")) | {"config.json": style(text)}
+        facts[name] = fact = {"config": dict(json.loads(text)), "files": written}
         fact["back"] = imported_facts("family/back")
         Path("family/hf/config.json").write_text(json.dumps(variant["config"]))
         fact["of transformers"] = {
@@ -271,7 +304,7 @@ TRAININGS: dict[str, tuple[tuple[dict[str, Any], ...], dict[str, Any], tuple[str
     "moe": (({"mixer": HEADS | {"window": 5}, "feedforward": MOE},), {}, ("--schedule", "cosine")),
     "recurrent": (({"mixer": DELTA, "feedforward": GATED}, DENSE), {}, ("--optimizer", "muon")),
 }
-RUN_FILES = ("run.json", "log.jsonl", "manifest.json")
+RUN_FILES = ("run.json", "log.jsonl", "manifest.json", "training.json", "final.json")
 
 
 def training(probe: Probe) -> dict[str, Any]:
@@ -314,7 +347,7 @@ def reports(probe: Probe) -> dict[str, Any]:
     }.items():
         probe.run("compare", *words, "--out", name)
     probe.run("train", dense, *QUICK, "--batch-size", "4", "--steps", "5", "--out", "run")
-    limits = ("--report-tokens", "128", "--calibration-tokens", "256", "--speed-context-length", "4")
+    limits = ("--report-tokens", "64k", "--calibration-tokens", "256", "--speed-context-length", "4")
     probe.run("convert", "run", "converted", "--to", "kv_heads=1", *QUICK, *limits)
     written = {name: Path(name, "report.json") for name in ("two", "vary", "recall")}
     written["converted"] = Path("converted/convert.json")
