@@ -276,7 +276,7 @@ class Heddle(click.Group):
         for group, verbs in VERBS.items():
             with formatter.section(group):
                 formatter.write_dl([(verb.ljust(8), summary) for verb, summary in verbs.items()])
-        with formatter.section("More, also as in `heddle show doctor`"):
+        with formatter.section("More, alone or after its verb (`heddle show doctor`)"):
             formatter.write_dl([(verb.ljust(8), ", ".join(words)) for verb, words in SUBCOMMANDS.items()])
 
 

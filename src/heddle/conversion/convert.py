@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.conversion.rewrite import UNCHANGED, Rewrite, merged_repeats, naming_layers
+from heddle.conversion.rewrite import Rewrite, UnchangedError, merged_repeats, naming_layers
 from heddle.conversion.weights import CalibrationText, TensorSpec, Weights, build_model
 from heddle.errors import ConfigError
 from heddle.exchange.load import LazyCheckpoint
@@ -138,9 +138,7 @@ def is_transformers_folder(folder: Path) -> bool:
 def _applied(rewrite: Rewrite, weights: Weights, text: CalibrationText | None) -> Weights:
     try:
         return rewrite.apply(weights, text)
-    except DesignError as error:
-        if error.path != UNCHANGED:
-            raise
+    except UnchangedError as error:
         raise DesignError(rewrite.name, error.reason) from None
 
 

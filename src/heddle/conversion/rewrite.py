@@ -141,7 +141,8 @@ class Rewrite(Config, ABC):
         return tuple(sorted(set(self.layers)))
 
 
-UNCHANGED = "layers"  # what a refusal names where a rewrite changes none
+class UnchangedError(DesignError):
+    """A rewrite would change no layer."""
 
 
 @contextmanager
@@ -167,7 +168,7 @@ def replace_layers(design: ModelConfig, new_layers: Mapping[int, LayerConfig]) -
     """A resolved design with some layers replaced, by number. Raises DesignError if nothing changes."""
     layers = tuple(new_layers.get(index, layer) for index, layer in enumerate(design.layers))
     if layers == design.layers:
-        raise DesignError(UNCHANGED, "has this value in every layer already, so nothing would change; ask for another")
+        raise UnchangedError("layers", "has this value in every layer already, so nothing would change; give another")
     return design.replace(layers=layers)
 
 

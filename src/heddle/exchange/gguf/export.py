@@ -81,7 +81,7 @@ def match_architecture(design: ModelConfig, preferred: str | None = None) -> tup
         raise ConfigError(f"llama.cpp cannot run this design: its {preferred} lacks {LEFT_OUT[preferred]}; {remedy}")
     if not candidates:
         raise ConfigError("llama.cpp cannot run this design or one near it; start from preset:gqa-tiny")
-    _, mismatches, graph = min(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
+    _, mismatches, graph = min(candidates, key=lambda each: (each[0], sum(one.weight for one in each[1])))
     reasons = ", ".join(describe_mismatch(design, each) for each in mismatches[:MAX_LISTED])
     changes = " ".join(str(each) for each in mismatches[:MAX_LISTED])
     raise ConfigError(f"llama.cpp cannot run this design: {reasons}; its {graph.name} runs it with {changes}")

@@ -337,7 +337,7 @@ class _ConversionJob:
             print_status("an exact conversion needs no healing, so the budget is ignored")
             self.healing = None
         read = [rewrite for rewrite in self.rewrites if rewrite.needs_text and not rewrite.is_exact(self.design)]
-        if self.settings.dry_run and not any(rewrite.chooses_on_text for rewrite in read):
+        if self.settings.dry_run and not any(rewrite.sizes_on_text for rewrite in read):
             if self.settings.data:
                 counted = f"{describe_files(self.settings.data)}; listed, not read"
                 print_status(
