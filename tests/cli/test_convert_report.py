@@ -115,7 +115,19 @@ def test_a_finished_conversion_without_a_report_says_so(
     assert f"{out}: exists already; choose another name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", ["kv_heads=2", "kv_heads=1,groups=contiguous,merge=mean", "shared_kv,every=2"])
+LATENT = "latent_attention,kv_rank=8,rope_dim=4"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "kv_heads=2",
+        "kv_heads=1,groups=contiguous,merge=mean",
+        "shared_kv,every=2",
+        LATENT,
+        f"{LATENT},exportable=true",
+    ],
+)
 def test_a_dry_run_reads_no_text_that_decides_no_size(
     workspace: Path, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

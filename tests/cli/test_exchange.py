@@ -71,6 +71,80 @@ def test_a_gguf_comes_back(trained: Path, tmp_path: Path, capsys: pytest.Capture
         assert torch.equal(again.get_parameter(name), parameter), name
 
 
+@pytest.mark.parametrize("options", [[], ["--dtype", "Q8_0"]])
+def test_a_file_named_gguf_is_one(options: list[str], trained: Path, tmp_path: Path) -> None:
+    assert run_command(["export", str(trained), f"{tmp_path}/model.gguf", *options, "-q"]) == 0
+    assert (tmp_path / "model.gguf").is_file()
+    assert run_command(["export", str(trained), f"{tmp_path}/folder.gguf", "--format", "hf", "-q"]) == 0
+    assert (tmp_path / "folder.gguf" / "config.json").is_file()
+
+
+def test_a_folder_of_transformers_generates_and_is_inspected(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["export", str(trained), f"{tmp_path}/hf", "-q"]) == 0
+    texts = []
+    for folder in (trained, tmp_path / "hf"):
+        capsys.readouterr()
+        words = ["generate", str(folder), "--prompt", "The weaver", "--max-new-tokens", "8", "--device", "cpu", "-q"]
+        assert run_command(words) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    page = f"{tmp_path}/page.html"
+    assert run_command(["inspect", f"{tmp_path}/hf", "--text", "The weaver", "--out", page, "--device", "cpu"]) == 0
+
+
+def test_a_folder_that_another_program_saved_again_says_what_to_remove(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "hf"
+    assert run_command(["export", str(trained), str(folder), "-q"]) == 0
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        theirs.get_parameter("model.norm.weight").mul_(1.5)
+    theirs.save_pretrained(folder)
+    assert run_command(["import", str(folder), f"{tmp_path}/back", "-q"]) == 2
+    manifest = folder / "manifest.json"
+    assert f"remove {manifest}" in capsys.readouterr().err
+    manifest.unlink()
+    assert run_command(["import", str(folder), f"{tmp_path}/back", "-q"]) == 0
+    gain = heddle.load(tmp_path / "back")[0].get_parameter("final_norm.norm.weight")
+    assert torch.equal(gain, theirs.get_parameter("model.norm.weight"))
+
+
+def test_a_model_without_a_tokenizer_says_how_to_give_it_one(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "hf"
+    assert run_command(["export", str(trained), str(folder), "-q"]) == 0
+    (folder / "manifest.json").unlink()
+    tokenizer = (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert run_command(["import", str(folder), f"{tmp_path}/mute"]) == 0
+    assert "--tokenizer" in capsys.readouterr().err
+    asks = ["--prompt", "The weaver", "--max-new-tokens", "2", "--device", "cpu", "-q"]
+    assert run_command(["generate", f"{tmp_path}/mute", *asks]) == 2
+    assert "--tokenizer" in capsys.readouterr().err
+    assert run_command(["import", str(folder), f"{tmp_path}/again", "--tokenizer", str(tokenizer), "-q"]) == 0
+    assert run_command(["generate", f"{tmp_path}/again", *asks]) == 0
+
+
+def test_a_conversion_names_the_class_that_an_export_writes(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["export", str(trained), f"{tmp_path}/hf", "--family", "mistral", "-q"]) == 0
+    assert run_command(["import", f"{tmp_path}/hf", f"{tmp_path}/run", "-q"]) == 0
+    capsys.readouterr()
+    options = ["--to", "kv_heads=1,groups=contiguous,merge=mean", "--report-tokens", "0", "--device", "cpu", "-q"]
+    assert run_command(["convert", f"{tmp_path}/run", "--dry-run", "--json", *options]) == 0
+    assert capsys.readouterr().out.count("MistralForCausalLM") == 2
+    assert run_command(["convert", f"{tmp_path}/run", f"{tmp_path}/one", *options]) == 0
+    capsys.readouterr()
+    assert run_command(["export", f"{tmp_path}/one", f"{tmp_path}/out", "-q"]) == 0
+    assert "MistralForCausalLM" in capsys.readouterr().out
+    assert run_command(["convert", f"{tmp_path}/one", f"{tmp_path}/same", *options]) == 2
+    assert capsys.readouterr().err.startswith("heddle: kv_heads: ")
+
+
 def test_a_gguf_gets_a_chat_template_which_an_export_keeps(trained: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", encoding="utf-8")
@@ -130,6 +204,9 @@ def test_nothing_is_replaced(
         (["import", "{trained}", "{out}", "--dequantize", "int4"], "--dequantize int4"),
         (["import", "{gguf}", "{out}", "--chat-template", "{bad}"], "cannot be read as Jinja"),
         (["import", "{gguf}", "{out}", "--chat-template", "nowhere"], "nowhere"),
+        (["generate", "{gguf}", "--prompt", "The"], "heddle import"),
+        (["chat", "{gguf}"], "heddle import"),
+        (["convert", "{gguf}", "{out}", "--to", "kv_heads=1"], "heddle import"),
         (["export", "nowhere", "{out}"], "nowhere"),
         (["import", "nowhere", "{out}"], "nowhere"),
         (["import", "{trained}", "{out}"], "config.json"),

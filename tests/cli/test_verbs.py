@@ -57,7 +57,7 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed == {group: list(verbs) for group, verbs in VERBS.items()}
     assert sum(map(len, VERBS.values())) <= 12
     for verb, words in SUBCOMMANDS.items():
-        assert f"{', '.join(words)} (also below {verb})" in " ".join(out.split())
+        assert f"{verb} {', '.join(words)}" in " ".join(out.split())
     assert "--part FILE" in call(capsys, "train", "--help")[0]
     assert call(capsys)[0] == out
     assert call(capsys, "--version")[0] == f"heddle {__version__}\n"

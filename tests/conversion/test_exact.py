@@ -274,6 +274,17 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
         MergeAdapters(folder=str(tmp_path / "attention-gqa")).apply(other, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("checkpoints/step-00000001/x", "use the run"), ("adapter_config.json", "merge_and_unload")]
+)
+def test_what_holds_no_adapters_of_ours_says_what_to_do(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError) as refusal:
+        MergeAdapters(folder=str(tmp_path)).apply(ModelWeights(build(case("attention-gqa"))), None)
+    assert content in str(refusal.value)
+
+
 REFUSALS: dict[str, tuple[str, list[Rewrite], str]] = {
     "tied already": ("attention-gqa", [Tied(tied=True)], "head.tied: the head is tied already"),
     "different heads": ("head-untied", [Tied(tied=True)], "head.tied: the head's weight differs from the embedding's"),

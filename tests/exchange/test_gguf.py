@@ -633,6 +633,13 @@ def test_a_refusal_is_of_the_graph_of_the_family_that_a_model_came_from() -> Non
             match_architecture(design.replace(residual=heddle.load_config("preset:gqa-tiny").residual), preferred)
 
 
+def test_a_refusal_is_of_a_graph_with_the_same_kinds() -> None:
+    reason = refused(heddle.load_config("preset:mla-tiny", ["vocab_size=61"]))
+    assert reason is not None
+    assert "its deepseek2 runs it with" in reason
+    assert "mixer.kind" not in reason
+
+
 def test_a_refusal_names_entries_with_their_layers() -> None:
     """An entry's number is not its layers', and a trained model is not changed by overrides."""
     design = heddle.load_config("preset:gqa-tiny", overrides=["vocab_size=300"])

@@ -69,6 +69,18 @@ def test_a_token_is_asked_for() -> None:
         assert server.client.get("/health").json() == {"status": "ok"}
 
 
+def test_the_model_is_described_by_its_name_alone() -> None:
+    with running_server() as server:
+        (listed,) = server.client.get("/v1/models").json()["data"]
+        assert server.client.get(f"/v1/models/{listed['id']}").json() == listed
+        answer = server.client.get("/v1/models/org/another")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+        for path in ("/v1/embeddings", "/v1/responses"):
+            answer = server.client.post(path, json={"input": "Hi"})
+            assert answer.status_code == 404
+            assert "/v1/chat/completions" in answer.json()["error"]["message"]
+
+
 def test_a_body_is_refused_while_it_is_read() -> None:
     with running_server(max_body=1000) as server:
         host, port = server.address.removeprefix("http://").split(":")

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from heddle.cli.serve import check_installed, load_any
+from heddle.cli.serve import check_installed, load_causal
 from heddle.errors import ConfigError, DataError
 from heddle.progress import print_status, print_text, print_warning
 from heddle.serving.limits import ChatSettings
@@ -67,7 +67,7 @@ def chat(settings: ChatSettings) -> None:
 
         limits, pairs = ServerLimits(max_seconds=3600), []
         names = [folder.resolve().name for folder in models]
-        loaded = [load_any(folder, dtype_of(settings.precision), runtime.device) for folder in models]
+        loaded = [load_causal(folder, dtype_of(settings.precision), runtime.device) for folder in models]
         with_measured_choices(runtime, settings.threads, GENERATION_NEEDS)
         for folder, name, (decoder, tokenizer) in zip(models, names, loaded, strict=True):
             reader = RequestReader(tokenizer, str(folder) if names.count(name) > 1 else name, limits)

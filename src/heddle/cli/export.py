@@ -26,7 +26,9 @@ class ExportSettings(VerbSettings):
 
     checkpoint: Annotated[Path, Argument("CHECKPOINT", "A run's or a model's folder.")]
     out: Annotated[Path, Argument("OUT", "The folder or file to write.")]
-    format: Annotated[str, Option("NAME", "hf: a transformers folder. gguf: a llama.cpp file.")] = "hf"
+    format: Annotated[
+        str | None, Option("NAME", "hf: a transformers folder. gguf: a llama.cpp file. [gguf for OUT.gguf, else hf]")
+    ] = None
     dtype: Annotated[
         str | None,
         Option("NAME", "fp32, bf16 or fp16; for a GGUF q8_0, q6_k, q5_k_m or q4_k_m, too. [as in the checkpoint]"),
@@ -43,12 +45,16 @@ def export(settings: ExportSettings) -> None:
 
     OUT must not exist; it is written atomically.
     """
-    output_format, dtype, family, out = settings.format, settings.dtype, settings.family, settings.out
+    family, out = settings.family, settings.out
+    output_format = settings.format or ("gguf" if out.suffix == ".gguf" else "hf")
+    dtype = settings.dtype and settings.dtype.lower()  # llama.cpp writes Q8_0
     if output_format not in FORMATS:
         raise ConfigError(f"--format {output_format}: unknown format; choices: {', '.join(FORMATS)}")
     choices = (*DTYPES, Q8_0, *K_QUANTS) if output_format == "gguf" else tuple(DTYPES)
     if dtype is not None and dtype not in choices:
-        raise ConfigError(f"--dtype {dtype}: unknown for --format {output_format}; choices: {', '.join(choices)}")
+        raise ConfigError(
+            f"--dtype {settings.dtype}: unknown for --format {output_format}; choices: {', '.join(choices)}"
+        )
     if settings.library is not None and dtype not in K_QUANTS:
         raise ConfigError(f"--library: is for --dtype {', '.join(K_QUANTS)}; choose one, or leave it out")
     if family is not None and output_format != "hf":
@@ -84,8 +90,9 @@ def export(settings: ExportSettings) -> None:
         match = write(imported.model, out, imported.tokenizer, imported, family=family)
         print_text(f"{out}: exports as: {match.architecture}")
         if match.family.model_type == "heddle" and family is None:
-            for line in match_report(imported.model.config).lines()[1:]:
+            for line in match_report(imported.model.config, imported.preserved_config.get("model_type")).lines()[1:]:
                 print_text(f"  {line}")
+            print_text("  loads after `import heddle.exchange.transformers`, or with trust_remote_code=True")
 
 
 def _set_max_positions(checkpoint: Path, imported: "ImportedModel") -> None:

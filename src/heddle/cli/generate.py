@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from heddle.cli.serve import require_causal
+from heddle.cli.serve import load_causal
 from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.progress import print_status, print_text
 from heddle.session import GENERATION_NEEDS, dtype_of, open_session
@@ -29,7 +29,7 @@ class GenerateSettings(SessionSettings):
         "prompt", "prompts", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "device", "json",
     )  # fmt: skip
 
-    run: Annotated[Path, Argument("RUN", "A run's or a model's folder.")]
+    run: Annotated[Path, Argument("RUN", "A run, a model folder or a transformers folder.")]
     prompt: Annotated[tuple[str, ...], Option("TEXT", "Text to continue; repeat for a batch; - reads stdin.")] = ()
     prompts: Annotated[Path | None, Option("FILE", "One prompt per line; in .jsonl, the field prompt.")] = None
     streams: Annotated[int | None, Option("N", "Prompts decoded at once; as one ends, the next begins.")] = None
@@ -76,10 +76,7 @@ def generate(settings: GenerateSettings) -> None:
         prompts = [_read_prompt(text) for text in settings.prompt or (() if settings.prompts else ("",))]
         if settings.prompts is not None:
             prompts += _read_prompts(settings.prompts)
-        model, tokenizer = load(run, dtype=dtype, device=runtime.device)
-        if tokenizer is None:
-            raise CheckpointError(f"{run}: holds no tokenizer.json, so it cannot read a prompt; train it with heddle")
-        require_causal(model, run)
+        model, tokenizer = load_causal(run, dtype, runtime.device)
         draft = None
         if settings.draft_model is not None:
             draft, draft_tokenizer = load(settings.draft_model, dtype=dtype, device=runtime.device)

@@ -59,6 +59,10 @@ def import_(settings: ImportSettings) -> None:
         save(imported.model, out, imported.tokenizer, imported.text_files)
         if imported.tokenizer is not None and (template := chat_template_text(imported.text_files)) is not None:
             _warn_of_unknown_names(template, str(folder))
+        if imported.tokenizer is None and folder.is_dir():
+            print_status(
+                f"noted: {folder}: has no tokenizer.json, so {out} reads no text; --tokenizer FILE gives it one"
+            )
         parameters = sum(parameter.numel() for parameter in imported.model.parameters())
         model_type, layers = imported.preserved_config["model_type"], imported.model.config.depth
         print_text(f"{out}: {model_type} of {parameters:,} parameters, {layers} layers")

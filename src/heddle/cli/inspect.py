@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from heddle.errors import CheckpointError, ConfigError
+from heddle.cli.serve import load_any
+from heddle.errors import ConfigError
 from heddle.progress import print_text
 from heddle.session import dtype_of, open_session
 from heddle.settings import Argument, Kernel, Option, Precision, SessionSettings
@@ -15,7 +16,7 @@ from heddle.settings import Argument, Kernel, Option, Precision, SessionSettings
 class InspectSettings(SessionSettings):
     """Settings of `heddle inspect`."""
 
-    run: Annotated[Path, Argument("RUN", "A run's or a model's folder.")]
+    run: Annotated[Path, Argument("RUN", "A run, a model folder or a transformers folder.")]
     text: Annotated[str, Option("TEXT", "Text that the model reads.")]
     out: Annotated[Path, Option("FILE", "HTML file to write.")] = Path("inspect.html")
     precision: Precision = "fp32"
@@ -31,11 +32,8 @@ def inspect(settings: InspectSettings) -> None:
         runtime = open_session(stack, settings, kernels=settings.kernel)
         from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page
         from heddle.storage.file_io import write_file
-        from heddle.storage.model import load
 
-        model, tokenizer = load(run, dtype=dtype_of(settings.precision), device=runtime.device)
-        if tokenizer is None:
-            raise CheckpointError(f"{run}: holds no tokenizer.json, so it cannot read a text; train it with heddle")
+        model, tokenizer = load_any(run, dtype_of(settings.precision), runtime.device)
         text_ids = tokenizer.encode(text)
         views = inspect_layers(model, [*tokenizer.bos_ids, *text_ids])
         labels = [*("start" for _ in tokenizer.bos_ids), *(tokenizer.decode([token]) for token in text_ids)]

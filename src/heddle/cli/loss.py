@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from heddle.errors import CheckpointError, ConfigError, DataError
+from heddle.errors import ConfigError, DataError
 from heddle.progress import print_text, print_warning, progress_bar
 from heddle.session import dtype_of, open_session
 from heddle.settings import Argument, Json, Option, Precision, SessionSettings, parse_length, parse_tokens
@@ -96,12 +96,12 @@ def _open(settings: LossSettings) -> list["ConversionSource"]:
     from heddle.conversion.convert import open_source
     from heddle.data.sources import check_sources
     from heddle.model.decoder import build
+    from heddle.storage.model import require_tokenizer
 
     check_sources(settings.data)
     sources = [open_source(folder) for folder in settings.models]
     for source in sources:
-        if source.tokenizer is None:
-            raise CheckpointError(f"{source.folder}: has no tokenizer.json, so the text cannot be encoded")
+        require_tokenizer(source.tokenizer, source.folder)
         model = build(source.weights.design, device="meta")
         if not model.causal or model.encoder_width is not None:
             raise ConfigError(f"{source.folder}: is not a causal language model, so it has no loss on a text")

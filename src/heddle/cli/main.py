@@ -276,9 +276,8 @@ class Heddle(click.Group):
         for group, verbs in VERBS.items():
             with formatter.section(group):
                 formatter.write_dl([(verb.ljust(8), summary) for verb, summary in verbs.items()])
-        more = [f"{', '.join(words)} (also below {verb})" for verb, words in SUBCOMMANDS.items()]
-        with formatter.section("More"):
-            formatter.write_text(", ".join(more))
+        with formatter.section("More, alone or after its verb (`heddle show doctor`)"):
+            formatter.write_dl([(verb.ljust(8), ", ".join(words)) for verb, words in SUBCOMMANDS.items()])
 
 
 def _print_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:

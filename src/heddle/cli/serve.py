@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from heddle.errors import CheckpointError, ConfigError, pip_install
+from heddle.errors import ConfigError, pip_install
 from heddle.progress import print_status, print_text
 from heddle.serving.limits import ServeSettings
 from heddle.session import GENERATION_NEEDS, dtype_of, open_session
@@ -46,7 +46,7 @@ def serve(settings: ServeSettings) -> None:
             raise ConfigError(f"--host {host}: is reachable from outside; give --token-file, or set {TOKEN_VARIABLE}")
         listener = stack.enter_context(listen(host, settings.port))
         used_port = listener.getsockname()[1]
-        decoder, tokenizer = load_any(settings.model, dtype_of(settings.precision), runtime.device)
+        decoder, tokenizer = load_causal(settings.model, dtype_of(settings.precision), runtime.device)
         if not settings.batch_invariant:
             with_measured_choices(runtime, settings.threads, GENERATION_NEEDS)
         reader = RequestReader(tokenizer, settings.name or settings.model.resolve().name, settings)
@@ -110,9 +110,13 @@ def chat_page(models: Sequence[ServedModel], most_tokens: int) -> str:
     )
 
 
-def load_any(folder: Path, dtype: "torch.dtype", device: "torch.device | str") -> "tuple[Decoder, Tokenizer]":
-    """Load a model of heddle or of transformers with its tokenizer. Raises CheckpointError if it has none."""
+def load_any(folder: Path, dtype: "torch.dtype | None", device: "torch.device | str") -> "tuple[Decoder, Tokenizer]":
+    """Load a model of heddle or of transformers with its tokenizer. Raises CheckpointError if it has none.
+
+    dtype: None keeps the folder's.
+    """
     from heddle.conversion.convert import is_transformers_folder
+    from heddle.storage.model import load, require_tokenizer
 
     if is_transformers_folder(folder):
         from heddle.exchange.load import load as load_transformers
@@ -120,11 +124,13 @@ def load_any(folder: Path, dtype: "torch.dtype", device: "torch.device | str") -
         imported = load_transformers(folder, dtype)
         model, tokenizer = imported.model.to(device), imported.tokenizer
     else:
-        from heddle.storage.model import load
-
         model, tokenizer = load(folder, dtype=dtype, device=device)
-    if tokenizer is None:
-        raise CheckpointError(f"{folder}: holds no tokenizer.json, so it cannot read a prompt; train it with heddle")
+    return model, require_tokenizer(tokenizer, folder)
+
+
+def load_causal(folder: Path, dtype: "torch.dtype | None", device: "torch.device | str") -> "tuple[Decoder, Tokenizer]":
+    """As `load_any`. Raises ConfigError for a model that is not causal."""
+    model, tokenizer = load_any(folder, dtype, device)
     require_causal(model, folder)
     return model, tokenizer
 

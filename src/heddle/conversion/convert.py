@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from heddle.conversion.rewrite import Rewrite, merged_repeats, naming_layers
+from heddle.config import DesignError
+from heddle.conversion.rewrite import Rewrite, UnchangedError, merged_repeats, naming_layers
 from heddle.conversion.weights import CalibrationText, TensorSpec, Weights, build_model
 from heddle.errors import ConfigError
 from heddle.exchange.load import LazyCheckpoint
@@ -51,6 +52,11 @@ class ConversionSource:
     tokenizer: Tokenizer | None
     documents: dict[str, str] = field(default_factory=dict)
     imported_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def family(self) -> str | None:
+        """The family (`model_type`) that the model was imported from."""
+        return self.imported_config.get("model_type")
 
     @cached_property
     def weights_sha256(self) -> str:
@@ -129,6 +135,13 @@ def is_transformers_folder(folder: Path) -> bool:
     return "model_type" in parse_json(read_text_file(folder / CONFIG_FILE), folder / CONFIG_FILE)
 
 
+def _applied(rewrite: Rewrite, weights: Weights, text: CalibrationText | None) -> Weights:
+    try:
+        return rewrite.apply(weights, text)
+    except UnchangedError as error:
+        raise DesignError(rewrite.name, error.reason) from None
+
+
 CONVERSION_FILE = "conversion.json"
 
 
@@ -152,7 +165,7 @@ class Conversion:
                 raise ConfigError(f"{rewrite.name}: needs a text to calibrate on; give one")
             self.source.check_tokenizers(rewrite)
             with naming_layers(weights.design):
-                weights = rewrite.apply(weights, self.text)
+                weights = _applied(rewrite, weights, self.text)
         self._check_tokens(weights)
         return weights
 

@@ -82,7 +82,7 @@ def calibration_from_corpus(
             remedy = f"give more text{enough}"
         raise DataError(
             f"the training text holds {windows} windows of {sequence_length} tokens, but {2 * rows} are needed: {rows} "
-            f"to calibrate on, and as many to heal on; {remedy}"
+            f"to calibrate on, and as many left for healing; {remedy}"
         )
     loader = CorpusLoader(corpus.train, corpus.weights, sequence_length, batch_rows, SAMPLE_SEED, eod_id, corpus.rows)
     batches = [loader.batch(step) for step in range(-(-rows // batch_rows))]

@@ -141,6 +141,10 @@ class Rewrite(Config, ABC):
         return tuple(sorted(set(self.layers)))
 
 
+class UnchangedError(DesignError):
+    """A rewrite would change no layer."""
+
+
 @contextmanager
 def naming_layers(design: ModelConfig) -> Iterator[None]:
     """Within the block, a DesignError on `layers.N` says that N counts layers, where the design's entries repeat."""
@@ -164,7 +168,7 @@ def replace_layers(design: ModelConfig, new_layers: Mapping[int, LayerConfig]) -
     """A resolved design with some layers replaced, by number. Raises DesignError if nothing changes."""
     layers = tuple(new_layers.get(index, layer) for index, layer in enumerate(design.layers))
     if layers == design.layers:
-        raise DesignError("layers", "match the request already, so nothing would change; ask for something else")
+        raise UnchangedError("layers", "has this value in every layer already, so nothing would change; give another")
     return design.replace(layers=layers)
 
 

@@ -212,7 +212,7 @@ def match_report(design: ModelConfig, preferred: str | None = None) -> MatchRepo
     nearest = min(matches, key=_total_weight)
     reasons = tuple(describe_mismatch(design, mismatch) for mismatch in nearest.mismatches)
     changes = tuple(str(mismatch) for mismatch in nearest.mismatches)
-    return MatchReport(families()[HEDDLE].architecture, reasons, nearest.family.architecture, changes)
+    return MatchReport(families()[HEDDLE].architecture, reasons, nearest.architecture, changes)
 
 
 def differences(design: ModelConfig, other: ModelConfig, training: bool = False) -> list[Mismatch]:

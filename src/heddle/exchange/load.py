@@ -413,7 +413,7 @@ class LazyCheckpoint:
         source = str(folder / CONFIG_FILE)
         self.family = family_of(self.checkpoint.config, source)
         design = original_design(self.checkpoint.config, self.family, source)
-        self.design = with_stored_modules(design, self.family, self.checkpoint)
+        self.design: ModelConfig = with_stored_modules(design, self.family, self.checkpoint)
         self._model = build(self.design, device="meta")
         self._weight_map = build_weight_map(self.family, self._model)
         stored = self.checkpoint.tensor_specs()

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,8 @@ class SafetensorsFolder:
         self.records: Mapping[str, FileRecord] = {}
         self.verified_texts: Mapping[str, str] = {}
         if os.path.lexists(folder / MANIFEST_FILE):
-            contents = read_folder(folder, flags=READ_FLAGS_FOLLOWING_LINKS)
+            with self._saved_by_heddle():
+                contents = read_folder(folder, flags=READ_FLAGS_FOLLOWING_LINKS)
             self.records, self.verified_texts = contents.records, contents.documents
         self.config = self.read_json(CONFIG_FILE)
         self.ignored_tensors: tuple[str, ...] = ()
@@ -149,6 +151,17 @@ class SafetensorsFolder:
         if has_text_model(self.config):
             self.config = text_model_config(self.config, str(folder / CONFIG_FILE))
             self.ignored_tensors = IMAGE_TENSORS
+
+    @contextmanager
+    def _saved_by_heddle(self) -> Iterator[None]:
+        """Within the block, an error of a folder with a manifest says what to do if another program saved it since."""
+        try:
+            yield
+        except CheckpointError as error:
+            if not os.path.lexists(self.folder / MANIFEST_FILE):
+                raise
+            remedy = f"if another program saved the model here again, remove {self.folder / MANIFEST_FILE}"
+            raise CheckpointError(f"{error}; {remedy}") from error
 
     def _adapter_base(self) -> str:
         base = parse_json(read_text_file(self.folder / ADAPTER_FILE), self.folder / ADAPTER_FILE).get(
@@ -214,21 +227,23 @@ class SafetensorsFolder:
                 path, record = self.folder / file, self.records.get(file)
                 if self.records and record is None:
                     raise CheckpointError(f"{path}: is not in the {MANIFEST_FILE} beside it; remove one of the two")
-                for name, tensor in read_tensor_file(path, record, READ_FLAGS_FOLLOWING_LINKS):
-                    yield file, self._name(name), tensor
-                    progress.advance(tensor.numel() * tensor.element_size())
+                with self._saved_by_heddle():
+                    for name, tensor in read_tensor_file(path, record, READ_FLAGS_FOLLOWING_LINKS):
+                        yield file, self._name(name), tensor
+                        progress.advance(tensor.numel() * tensor.element_size())
 
     def tensor_specs(self) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
         """The file, dtype and shape of every tensor, from the headers alone."""
         for file in self.tensor_files:
             refuse_lfs_pointer(self.folder / file)
-        return {
-            self._name(name): (file, dtype, shape)
-            for file in self.tensor_files
-            for name, (dtype, shape) in read_tensor_specs(
-                self.folder / file, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS
-            ).items()
-        }
+        with self._saved_by_heddle():
+            return {
+                self._name(name): (file, dtype, shape)
+                for file in self.tensor_files
+                for name, (dtype, shape) in read_tensor_specs(
+                    self.folder / file, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS
+                ).items()
+            }
 
     def _name(self, stored_name: str) -> str:
         """The name of a tensor in newer files and in the text model."""
@@ -243,7 +258,8 @@ class SafetensorsFolder:
     def tensor(self, file: str, name: str) -> Tensor:
         """One tensor, in its own memory, after `tensor_specs` named it."""
         stored_name = self._stored_names.get(name, name)
-        return read_tensor(self.folder / file, stored_name, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS)
+        with self._saved_by_heddle():
+            return read_tensor(self.folder / file, stored_name, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS)
 
 
 def refuse_lfs_pointer(path: Path) -> None:

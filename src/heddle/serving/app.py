@@ -151,6 +151,9 @@ LEAST_TURN = 0.005  # seconds: what a connection alone costs
 DISCONNECT_SECONDS = 0.25  # between two checks whether a waiting client is still connected
 
 
+ENDPOINTS = "GET /v1/models and POST /v1/completions and /v1/chat/completions"  # what a refusal names
+
+
 class Application:
     """Answers requests with an engine. `gate` is the ASGI application to run."""
 
@@ -163,6 +166,7 @@ class Application:
         app.add_api_route("/health", self._health, methods=["GET"])
         app.add_api_route("/metrics", self._metrics, methods=["GET"])
         app.add_api_route("/v1/models", self._models, methods=["GET"])
+        app.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
         app.add_api_route("/v1/completions", self._completions, methods=["POST"], response_model=None)
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"], response_model=None)
         app.add_exception_handler(RequestError, _answer_refused)
@@ -174,8 +178,11 @@ class Application:
         return {"status": "draining" if self.gate.is_draining else "ok"}
 
     async def _models(self) -> dict[str, Any]:
-        model = {"id": self.reader.name, "object": "model", "created": self.started, "owned_by": "heddle"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [await self._model(self.reader.name)]}
+
+    async def _model(self, name: str) -> dict[str, Any]:
+        self.reader.check_model(name)
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "heddle"}
 
     async def _metrics(self) -> PlainTextResponse:
         engine, answers = self.engine, sorted(self.gate.answers.items())
@@ -458,7 +465,7 @@ async def _answer_refused(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         return refusal(RequestError("the request failed inside the server", status=500))
     what = "has no such endpoint" if error.status_code == 404 else "does not allow this method here"
-    return refusal(RequestError(f"the server {what}; see /v1/models", status=error.status_code))
+    return refusal(RequestError(f"the server {what}; it has {ENDPOINTS}", status=error.status_code))
 
 
 def json_answer(content: dict[str, Any]) -> Response:

@@ -196,6 +196,12 @@ class RequestReader:
         except UnreadableError as error:
             raise DataError(f"{CHAT_TEMPLATE_FILE}: {error}; restore the model's folder") from error
 
+    def check_model(self, name: object) -> None:
+        """Raises RequestError for the name of another model."""
+        if name != self.name:
+            status = 404 if isinstance(name, str) else 400
+            raise RequestError(f"model: must be '{self.name}', the only one of this server", "model", status)
+
     def read(self, kind: str, body: bytes) -> TextRequest:
         """Parse a body that asks for one text. Raises RequestError."""
         return self.read_choices(kind, body)[0]
@@ -216,9 +222,7 @@ class RequestReader:
                 raise RequestError(f"{shorten_value(name)}: is not a field that this server knows; leave it out", name)
             neutral = " or ".join(json.dumps(value) for value in _NEUTRAL[name])
             raise RequestError(f"{name}: is not supported; leave it out, or give {neutral}", name)
-        if fields.get("model", self.name) != self.name:
-            status = 404 if isinstance(fields.get("model"), str) else 400
-            raise RequestError(f"model: must be '{self.name}', the only one of this server", "model", status)
+        self.check_model(fields.get("model", self.name))
         count = int(_number(fields, "n", 1, (1, MAX_CHOICES), whole=True))
         _text(fields, "user", "")
         options = fields.get("stream_options", {})

@@ -34,6 +34,7 @@ from heddle.tokenization.tokenizer import Tokenizer
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+PEFT_FILE = "adapter_config.json"
 IMPORTED_FILE = "imported.json"
 
 
@@ -74,6 +75,8 @@ def find_model_folder(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path:
 
     A checkpoint must have its own step's name and lie in its own run. ranks: collective; each verifies a share.
     """
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise CheckpointError(f"{folder}: is a GGUF, not a folder; first `heddle import {folder} NAME`, then give NAME")
     if describe_path(folder) not in ("is a folder", "does not exist"):
         raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name a folder that heddle saved")
     is_run = (folder / CHECKPOINTS_FOLDER).is_dir() or (folder / RUN_FILE).is_file()
@@ -90,6 +93,14 @@ def find_model_folder(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path:
     if STEP_PATTERN.fullmatch(folder.absolute().name) and folder.is_dir():
         check_place(folder, read_folder(folder).documents.get(PROGRESS_FILE))
     return folder
+
+
+def require_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> Tokenizer:
+    """Return the tokenizer of a model's folder. Raises CheckpointError if there is none."""
+    if tokenizer is None:
+        remedy = "import the model with --tokenizer FILE"
+        raise CheckpointError(f"{folder}: has no tokenizer.json, so it cannot read text; {remedy}")
+    return tokenizer
 
 
 def model_tensors(model: Decoder) -> dict[str, Tensor]:
@@ -397,6 +408,11 @@ class LoraFolder(NamedTuple):
 
 def read_lora(folder: str | Path, device: torch.device | str = "cpu") -> LoraFolder:
     """Read a folder of adapters. Raises CheckpointError if it is damaged."""
+    if (Path(folder) / CHECKPOINTS_FOLDER).is_dir() or (Path(folder) / PROGRESS_FILE).is_file():
+        raise CheckpointError(f"{folder}: is a run, whose model has its adapters merged already; use the run itself")
+    if (Path(folder) / PEFT_FILE).is_file():
+        remedy = "merge it there with `merge_and_unload`, save that, and import it"
+        raise CheckpointError(f"{folder}: is an adapter of peft; {remedy}")
     contents = read_folder(Path(folder), ADAPTER_KIND)
     metadata_path = contents.folder / ADAPTER_FILE
     keys = ("design", "base_weights_sha256", "target_modules", "rank", "alpha")

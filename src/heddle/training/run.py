@@ -15,7 +15,7 @@ from heddle.data.recall import TaskStream, is_recall_argument, parse_recall
 from heddle.data.samples import PLAIN_ROWS, RowProtocol
 from heddle.distributed import enter_ranks
 from heddle.distributed.ranks import ParallelDegrees, Ranks
-from heddle.errors import CheckpointError, ConfigError
+from heddle.errors import ConfigError
 from heddle.generation.generate import generate, sample_text
 from heddle.machine import measured_choices, recorded_choices, slow_precision
 from heddle.model import copies
@@ -29,6 +29,7 @@ from heddle.runtime import Choices, Runtime, device_name, versions, with_choices
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.settings import shared
 from heddle.storage.file_io import read_json_file
+from heddle.storage.model import require_tokenizer
 from heddle.storage.run_log import RUN_FILE, read_log, read_options, refuse_other_content
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
@@ -327,11 +328,7 @@ def _tokenizer(
     for option, value in (("tokenizer", settings.tokenizer), ("vocab-size", settings.vocab_size)):
         if value is not None:
             raise ConfigError(f"--{option} {value}: {source} comes with its own tokenizer; leave --{option} out")
-    if checkpoint.tokenizer is None:
-        raise CheckpointError(
-            f"{checkpoint.folder}: holds no tokenizer.json, so it cannot read text; train a new model"
-        )
-    return checkpoint.tokenizer
+    return require_tokenizer(checkpoint.tokenizer, checkpoint.folder)
 
 
 def open_recall_task(settings: TrainSettings) -> TaskStream | None:

@@ -81,7 +81,7 @@ def match_architecture(design: ModelConfig, preferred: str | None = None) -> tup
         raise ConfigError(f"llama.cpp cannot run this design: its {preferred} lacks {LEFT_OUT[preferred]}; {remedy}")
     if not candidates:
         raise ConfigError("llama.cpp cannot run this design or one near it; start from preset:gqa-tiny")
-    _, mismatches, graph = min(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
+    _, mismatches, graph = min(candidates, key=lambda each: (each[0], sum(one.weight for one in each[1])))
     reasons = ", ".join(describe_mismatch(design, each) for each in mismatches[:MAX_LISTED])
     changes = " ".join(str(each) for each in mismatches[:MAX_LISTED])
     raise ConfigError(f"llama.cpp cannot run this design: {reasons}; its {graph.name} runs it with {changes}")
@@ -496,7 +496,7 @@ def _add_key(writer: "GGUFWriter", key: str, value: Any) -> None:
 
 K_QUANTS = {"q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}  # llama.cpp's numbers of them, of a whole file
 K_BLOCK = 256  # numbers of a block, which lie in one row
-PACKAGES = {"llama_cpp": "lib", "llama_cpp_py_sync": "."}  # and the folder of the library in each
+PACKAGES = {"llama_cpp": "lib", "llama_cpp_py_sync": "."}  # bindings, and the folder of the library in each
 LIBRARIES = ("libllama.so", "libllama.dylib", "llama.dll")
 # The field that a tensor's rows are as long as; others are as long as the width.
 ROW_FIELDS = {
@@ -547,7 +547,7 @@ def _library_of_a_binding() -> Path:
                     return Path(place) / folder / name
     raise ConfigError(
         "K-quants are made by llama.cpp's library, which is missing; give its file with --library, "
-        f"or install a package that brings it ({', '.join(PACKAGES)}), or choose q8_0"
+        "or `pip install llama-cpp-python`, or choose q8_0"
     )
 
 

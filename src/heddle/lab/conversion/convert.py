@@ -44,7 +44,7 @@ from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import RowProtocol
 from heddle.data.sources import check_sources, describe_files
-from heddle.errors import CheckpointError, ConfigError
+from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.exchange.export import LENGTH_FIELDS
 from heddle.lab.compare.budget import TimeBudget, kernel_seconds
 from heddle.lab.compare.results import plain
@@ -93,6 +93,7 @@ from heddle.progress import format_duration, parse_duration, print_status, print
 from heddle.runtime import Choices, Runtime, versions
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.storage.file_io import read_json_file, refuse_existing, remove_folder, write_json_file
+from heddle.storage.model import require_tokenizer
 from heddle.storage.run_log import RUN_FILE
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import EvaluationBudget
@@ -336,7 +337,7 @@ class _ConversionJob:
             print_status("an exact conversion needs no healing, so the budget is ignored")
             self.healing = None
         read = [rewrite for rewrite in self.rewrites if rewrite.needs_text and not rewrite.is_exact(self.design)]
-        if self.settings.dry_run and not any(rewrite.chooses_on_text for rewrite in read):
+        if self.settings.dry_run and not any(rewrite.sizes_on_text for rewrite in read):
             if self.settings.data:
                 counted = f"{describe_files(self.settings.data)}; listed, not read"
                 print_status(
@@ -385,7 +386,8 @@ class _ConversionJob:
         )
         usual = [length for length in MeasurementSettings.state_contexts if length <= limit]
         shown = [*usual, *self.settings.speed_context_length]
-        return {name: conversion_costs(self.source.weights, plan, shown) for name, plan in plans.items()}
+        weights, family = self.source.weights, self.source.family
+        return {name: conversion_costs(weights, plan, shown, family) for name, plan in plans.items()}
 
     def run(self, out: Path) -> ConversionResults | None:
         """Write the converted models, and measure them unless no report is wanted."""
@@ -550,10 +552,14 @@ def _corpus(settings: ConvertSettings, source: ConversionSource, max_tokens: int
 
     rows: how rows begin in the conversion that is resumed.
     """
-    if source.tokenizer is None:
-        raise CheckpointError(f"{source.folder}: has no tokenizer.json, so the text cannot be encoded")
+    tokenizer = require_tokenizer(source.tokenizer, source.folder)
+    try:
+        tokenizer.byte_lengths  # noqa: B018
+    except DataError as error:
+        reason = "its tokenizer does not give every text back, so texts cannot be measured"
+        raise DataError(f"{source.folder}: {reason}; choose options that need no text (--list)") from error
     data = settings.data or ("stdlib",)
-    own_rows = model_rows(source.folder, source.tokenizer)
+    own_rows = model_rows(source.folder, tokenizer)
     if rows is not None and rows != own_rows:
         how = "without the model's BOS token" if own_rows.bos_ids else "with BOS, which the model was trained without"
         print_warning(
@@ -561,7 +567,7 @@ def _corpus(settings: ConvertSettings, source: ConversionSource, max_tokens: int
             "the unfinished conversion to start again"
         )
     return prepare_corpus(
-        data, vocab_size=None, max_train_tokens=max_tokens, tokenizer=source.tokenizer, rows=rows or own_rows
+        data, vocab_size=None, max_train_tokens=max_tokens, tokenizer=tokenizer, rows=rows or own_rows
     )
 
 

@@ -174,6 +174,7 @@ class ModelToMeasure:
 
     stage: original, converted or healed. method: how it was converted, without the size; one line in the figures.
     source: the folder or command that it comes from. key: identifies its weights, so that nothing is measured twice.
+    family: that it was imported from.
     """
 
     name: str
@@ -182,6 +183,7 @@ class ModelToMeasure:
     key: str
     method: str = ""
     source: str = ""
+    family: str | None = None
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ def measure_model(
         key=model.key,
         design_key=f"{design.fingerprint()} {dtype}",
         summary=summarize_design(design, model_size),
-        architecture=_architecture(design),
+        architecture=_architecture(design, model.family),
         parameters=model_size.parameters,
         flops_per_token=model_size.flops_per_token,
         state_bytes=_state_bytes(shapes, text.settings.state_contexts),
@@ -302,13 +304,18 @@ ROWS = {  # of a dry run's table, by the name in JSON
 
 
 @cache
-def _architecture(design: ModelConfig) -> str:
+def _architecture(design: ModelConfig, family: str | None) -> str:
     """The class that a design exports as. Cached, since the models of a sweep share designs."""
-    return match_report(design).architecture
+    return match_report(design, family).architecture
 
 
-def conversion_costs(weights: Weights, design: ModelConfig, contexts: Sequence[int] = ()) -> dict[str, dict[str, Any]]:
-    """Sizes and costs of both designs. contexts: lengths at which state bytes are listed, besides `DRY_RUN_CONTEXT`."""
+def conversion_costs(
+    weights: Weights, design: ModelConfig, contexts: Sequence[int] = (), family: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """Sizes and costs of both designs.
+
+    contexts: lengths at which state bytes are listed, besides `DRY_RUN_CONTEXT`. family: that the model came from.
+    """
     columns = {}
     context = weights.design.usual_length(DRY_RUN_CONTEXT)
     lengths = sorted({context, *map(weights.design.usual_length, contexts)})
@@ -322,16 +329,16 @@ def conversion_costs(weights: Weights, design: ModelConfig, contexts: Sequence[i
             "state_bytes": costs.state_bytes,
             "states": {length: measure_size(shapes, length).state_bytes for length in lengths},
             "flops_per_token": round(costs.flops_per_token),
-            "architecture": _architecture(config),
-            "gguf": _graph_of(config),
+            "architecture": _architecture(config, family),
+            "gguf": _graph_of(config, family),
         }
     return columns
 
 
-def _graph_of(design: ModelConfig) -> str:
+def _graph_of(design: ModelConfig, family: str | None) -> str:
     """The architecture that llama.cpp runs a design as, or "no"."""
     try:
-        return match_architecture(design)[1].name
+        return match_architecture(design, family)[1].name
     except ConfigError:
         return "no"
 

@@ -314,7 +314,9 @@ def report_conversion(
 
 def original_model(source: ConversionSource) -> ModelToMeasure:
     """The model to convert."""
-    return ModelToMeasure("original", ORIGINAL, source.weights, source.weights_sha256, source=str(source.folder))
+    return ModelToMeasure(
+        "original", ORIGINAL, source.weights, source.weights_sha256, "", str(source.folder), source.family
+    )
 
 
 def _written_models(name: str, method: str, folder: Path, with_stage: bool = False) -> list[ModelToMeasure]:
@@ -325,7 +327,8 @@ def _written_models(name: str, method: str, folder: Path, with_stage: bool = Fal
     for stage, path in folders.items():
         source = open_source(path)
         label = stage if with_stage else name if stage == CONVERTED else f"{name}, healed"
-        models.append(ModelToMeasure(label, stage, source.weights, source.weights_sha256, method, str(path.name)))
+        weights, key = source.weights, source.weights_sha256
+        models.append(ModelToMeasure(label, stage, weights, key, method, str(path.name), source.family))
     return models
 
 
