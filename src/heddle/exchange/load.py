@@ -35,7 +35,7 @@ HF_HEAD_WEIGHTS = (
 IGNORED_TENSORS = (
     "*inv_freq", "*rotary_*.cos", "*rotary_*.sin", "*freqs_cis", "rope.freqs", "*position_ids", "*token_type_ids",
     "*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.masked_bias", "*.embed_positions",
-    "*causal_mask", "*_extra_state",
+    "*causal_mask", "*attn_mask", "*.tril", "*cos_cached", "*sin_cached", "*_extra_state",
 )  # fmt: skip
 # Words that wrappers insert into tensor names: torch.compile, data parallelism, FSDP, checkpointing.
 WRAPPERS = ("_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -195,7 +195,8 @@ def _check_tensor(
         if dtype not in (torch.int64, torch.int32):
             raise CheckpointError(f"{source} is of type {dtype}; it holds ids, which are int64 or int32")
     elif not dtype.is_floating_point or dtype.itemsize == 1:
-        raise CheckpointError(f"{source} is of type {dtype}; heddle reads unquantized floating-point weights")
+        remedy = "save the weights dequantized, or restore the config that says how they are quantized"
+        raise CheckpointError(f"{source} is of type {dtype}, as quantized weights are; {remedy}")
     if tuple(shape) != tuple(expected := weight_map.hf_shape(rule)):
         raise CheckpointError(f"{source} has shape {list(shape)}, the config needs {list(expected)}")
 

@@ -24,6 +24,7 @@ from heddle.tokenization.backend import (
     find_eod_id,
     is_backend_error,
     read_backend,
+    without_added_space,
 )
 from heddle.tokenization.fast_encoder import FastEncoder, fast_encoder
 from heddle.tokenization.token_bytes import (
@@ -61,7 +62,8 @@ class Tokenizer:
     A native tokenizer (`is_native`: trained or checked by heddle) round-trips any Unicode text exactly and begins each
     text with `eod_id`, a token that no text contains. An imported tokenizer behaves as its files say. `bos_ids` precede
     each text, `eos_ids` end a text, `eod_id` separates documents in training. `special_tokens` maps the ids of special
-    tokens to their text. `hash` identifies the tokenizer by its content.
+    tokens to their text, `other_added_tokens` the ids of other added tokens. `hash` identifies the tokenizer by its
+    content.
     """
 
     def __init__(
@@ -87,6 +89,9 @@ class Tokenizer:
         backend.encode_special_tokens = True
         added_tokens = backend.get_added_tokens_decoder()
         self.special_tokens = {i: token.content for i, token in added_tokens.items() if token.special}
+        self.other_added_tokens = {
+            i: token.content for i, token in added_tokens.items() if not token.special and token.content.strip()
+        }
         self._token_bytes = read_token_bytes(backend, name)
         self.unused_token_ids = self._token_bytes.unused_token_ids
         self.vocab_size = len(self._token_bytes.by_id)
@@ -233,13 +238,22 @@ class Tokenizer:
     def _fast_encoder(self) -> FastEncoder | None:
         return fast_encoder(self._backend, self._token_bytes.by_id) if self.is_native else None
 
-    def encode_with_offsets(self, text: str) -> list[tuple[int, int]]:
-        """Return (id, index of its first character) of each token; names of special tokens become the tokens."""
+    def encode_with_offsets(self, text: str, continues: bool = False) -> list[tuple[int, int]]:
+        """Return (id, index of its first character) of each token; names of special tokens become the tokens.
+
+        continues: whether other text precedes, so that no space is added before this one.
+        """
+        steps, processor = (self._backend.normalizer, self._backend.pre_tokenizer), self._backend.post_processor
         self._backend.encode_special_tokens = False
+        self._backend.post_processor = None  # it may move a token's start behind its spaces
         try:
+            if continues:
+                self._backend.normalizer, self._backend.pre_tokenizer = without_added_space(self._backend)
             encoded = self._backend.encode(text, add_special_tokens=False)
         finally:
-            self._backend.encode_special_tokens = True
+            self._backend.encode_special_tokens, self._backend.post_processor = True, processor
+            if continues:
+                self._backend.normalizer, self._backend.pre_tokenizer = steps
         return [(token, start) for token, (start, _) in zip(encoded.ids, encoded.offsets, strict=True)]
 
     @cached_property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Engine
 
-from heddle.data.chat import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, chat_template_text, turn_end_ids
+from heddle.data.chat import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, chat_template_text, named_tokens, turn_end_ids
 from heddle.errors import DataError, shorten_value
 from heddle.progress import print_status
 from heddle.tokenization.backend import MAX_RUN_LENGTH, read_backend
@@ -219,6 +219,11 @@ def _special_token_keys(tokenizer: Tokenizer) -> dict[str, Any]:
         keys["bos_token_id"] = tokenizer.bos_ids[0]
     if eos_ids:
         keys["eos_token_id"] = eos_ids[0]
+    vocabulary = {text: token for token, text in tokenizer.special_tokens.items()}
+    for name, text in named_tokens(tokenizer.companion_files).items():
+        token = vocabulary.get(text)
+        if name in ("pad_token", "mask_token", "sep_token") and token is not None and token not in eos_ids:
+            keys[f"{NAMED_TOKENS[name]}_token_id"] = token
     turn_ends = [token for token in (*turn_end_ids(tokenizer), *eos_ids[1:]) if token not in eos_ids[:1]]
     if turn_ends:  # llama.cpp has one place more
         keys["eot_token_id"] = turn_ends[0]
