@@ -213,7 +213,8 @@ def _tested_for_truth(test: nodes.Expr) -> Iterator[str]:
 def unknown_names(text: str) -> list[str]:
     """Return the names that a template reads and nothing sets; they are empty when it is rendered.
 
-    Names that the template tests (`is defined`, `default(…)`, `if name`) are left out. Raises UnreadableError.
+    Names that the template tests (`is defined`, `default(…)`, `if name`, `name or …`) or sets in some of its branches
+    are left out. Raises UnreadableError.
     """
     template = ChatTemplate(text)
     tree = template.parsed
@@ -221,9 +222,11 @@ def unknown_names(text: str) -> list[str]:
         node.node.name
         for kind in (nodes.Test, nodes.Filter)
         for node in tree.find_all(kind)
-        if node.name in ("defined", "undefined", "default", "d", "none") and isinstance(node.node, nodes.Name)
+        if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name)
     }
     asked |= {name for node in tree.find_all((nodes.If, nodes.CondExpr)) for name in _tested_for_truth(node.test)}
+    asked |= {name for node in tree.find_all(nodes.Or) for name in _tested_for_truth(node.left)}
+    asked |= {node.target.name for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)}
     known = {*template.globals, *KNOWN_NAMES, *asked}
     names = template.names - known
     return sorted(name for name in names if not name.endswith("_token"))
