@@ -1,6 +1,7 @@
 """Weights as they lie on disks: names that wrappers and base classes changed, buffers, leftovers, what is no model."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def test_two_models_in_one_file_are_named(tmp_path: Path) -> None:
     "name",
     [
         *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "attn.masked_bias", "position_ids", "causal_mask"),
+        *("attn_mask", "attn.tril", "cos_cached", "rotary_emb.original_inv_freq", "rotary_emb.sin_cached"),
         *("rotary_pos_emb.inv_freq", "inv_freq", "rotary_emb.sin", "freqs_cis", "_extra_state"),
     ],
 )
@@ -161,6 +163,15 @@ def test_quantized_weights_are_refused_with_the_option_that_reads_them(
     for file in folder.glob("*.safetensors"):
         file.write_bytes(b"never read")
     assert ("--dequantize bf16" in refusal(folder)) == is_unpacked
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_narrow_weights_that_no_config_explains_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = copy(theirs(), tmp_path / "model")
+    name = "model.layers.0.mlp.up_proj.weight"
+    file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
+    rewrite(file, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    assert re.search(rf"{name}.*{dtype}.*quantized.*save the weights dequantized", refusal(folder))
 
 
 def test_a_missing_head_is_said_to_be_that_of_a_base_class(tmp_path: Path) -> None:
