@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -78,6 +79,7 @@ class Tokenizer:
         With `boundary_tokens` the tokenizer is imported, and `json_text` is the content of its tokenizer.json.
         Raises DataError for a native tokenizer that does not round-trip.
         """
+        self._lock = threading.RLock()  # settings of the backend change while a text is encoded
         backend.no_truncation()
         backend.no_padding()
         if isinstance(backend.model, models.BPE):
@@ -105,8 +107,13 @@ class Tokenizer:
         self.hash = hashlib.sha256(f"{self.bos_ids}{self.eos_ids}{json_text}".encode()).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for pickle and copy, without the fast encoder, which is made again when needed."""
-        return {name: value for name, value in self.__dict__.items() if name != "_fast_encoder"}
+        """The state for pickle and copy, without the lock and the fast encoder, which is made again when needed."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_fast_encoder", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state of `__getstate__`."""
+        self.__dict__ |= state
+        self._lock = threading.RLock()
 
     @property
     def eod_id(self) -> int:
@@ -207,16 +214,18 @@ class Tokenizer:
         """
         if self.is_native:
             return self.encode_batch([text])[0]
-        self._backend.encode_special_tokens = False
-        try:
-            return self.encode_batch([text])[0]
-        finally:
-            self._backend.encode_special_tokens = True
+        with self._lock:
+            self._backend.encode_special_tokens = False
+            try:
+                return self.encode_batch([text])[0]
+            finally:
+                self._backend.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of documents, encoded in parallel; names of special tokens are plain characters."""
         try:
-            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            with self._lock:
+                encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:
             raise DataError("a text holds half a surrogate pair, which is not Unicode: repair the text.") from error
         except BaseException as error:
@@ -243,17 +252,18 @@ class Tokenizer:
 
         continues: whether other text precedes, so that no space is added before this one.
         """
-        steps, processor = (self._backend.normalizer, self._backend.pre_tokenizer), self._backend.post_processor
-        self._backend.encode_special_tokens = False
-        self._backend.post_processor = None  # it may move a token's start behind its spaces
-        try:
-            if continues:
-                self._backend.normalizer, self._backend.pre_tokenizer = without_added_space(self._backend)
-            encoded = self._backend.encode(text, add_special_tokens=False)
-        finally:
-            self._backend.encode_special_tokens, self._backend.post_processor = True, processor
-            if continues:
-                self._backend.normalizer, self._backend.pre_tokenizer = steps
+        with self._lock:
+            steps, processor = (self._backend.normalizer, self._backend.pre_tokenizer), self._backend.post_processor
+            self._backend.encode_special_tokens = False
+            self._backend.post_processor = None  # it may move a token's start behind its spaces
+            try:
+                if continues:
+                    self._backend.normalizer, self._backend.pre_tokenizer = without_added_space(self._backend)
+                encoded = self._backend.encode(text, add_special_tokens=False)
+            finally:
+                self._backend.encode_special_tokens, self._backend.post_processor = True, processor
+                if continues:
+                    self._backend.normalizer, self._backend.pre_tokenizer = steps
         return [(token, start) for token, (start, _) in zip(encoded.ids, encoded.offsets, strict=True)]
 
     @cached_property

@@ -292,13 +292,18 @@ def _as_llama_cpp_reads(keys: "Keys", kinds: list[tuple[str, int]]) -> list[tupl
 def _check_scores(kinds: list[tuple[str, int]], scores: list[float], source: str) -> None:
     """Raise DataError for scores that give no order: llama.cpp then joins tokens by their place in a text."""
     vocabulary = {token for token, kind in kinds if kind != UNUSED}
-    owner: dict[float, str] = {}
+    by_score: dict[float, list[str]] = {}
     for (token, kind), score in zip(kinds, scores, strict=True):
-        is_joined = any(token[:end] in vocabulary and token[end:] in vocabulary for end in range(1, len(token)))
-        if kind == NORMAL and is_joined and (math.isnan(score) or owner.setdefault(score, token) != token):
-            what = f"token {shorten_value(token)} has no score of its own ({score})"
-            remedy = "give the model's tokenizer.json with `--tokenizer FILE`"
-            raise DataError(f"{source}: {what}, so the order of merges is not known; {remedy}")
+        if kind == NORMAL:
+            by_score.setdefault(score, []).append(token)
+    for score, tokens in by_score.items():
+        if len(tokens) > 1 or math.isnan(score):
+            parts = ((token[:end], token[end:], token) for token in tokens for end in range(1, len(token)))
+            joined = {token for first, second, token in parts if first in vocabulary and second in vocabulary}
+            if len(joined) > 1 or (joined and math.isnan(score)):
+                what = f"token {shorten_value(min(joined))} has no score of its own ({score})"
+                remedy = "give the model's tokenizer.json with `--tokenizer FILE`"
+                raise DataError(f"{source}: {what}, so the order of merges is not known; {remedy}")
 
 
 def _check_unique(kinds: list[tuple[str, int]], source: str) -> None:
