@@ -54,6 +54,7 @@ PASSES: list[dict[str, Any]] = [
     {"verbosity": "medium", "top_logprobs": 0, "best_of": 1, "logprobs": False, "prompt_cache_retention": "24h"},
     {"documents": [], "bad_words": [], "priority": 0, "return_token_ids": False, "stop_token_ids": [], "stop": []},
     {"add_special_tokens": False, "continue_final_message": False, "separate_reasoning": True, "no_stop_trim": False},
+    {"logit_bias": {"5": 0, "6": 0.0}, "max_tokens": 4},
     {"guided_json": None, "structured_outputs": None, "reasoning_effort": None, "verbosity": None, "n": None},
     {"stop": "", "stream_options": {"include_obfuscation": False, "include_usage": None}},
 ]
@@ -101,6 +102,7 @@ def test_false_asks_for_no_scores_of_a_completion(server: Running) -> None:
 
 
 OTHERS = [{}, ECHOED, {"reasoning_content": "", "reasoning": None, "prefix": False, "refusal": "", "audio": {}}]
+OTHERS += [{"content": None}, {"content": []}, {"content": [{"type": "text", "text": "yo"}], "tool_calls": []}]
 
 
 @pytest.mark.parametrize("fields", OTHERS)
@@ -108,6 +110,11 @@ def test_an_echoed_answer_passes(fields: dict[str, Any], server: Running) -> Non
     messages = [*HI, {"role": "assistant", "content": "yo"} | fields, {"role": "user", "content": "and"}]
     answer = server.client.post("/v1/chat/completions", json={"model": NAME, "messages": messages, "max_tokens": 2})
     assert answer.status_code == 200, answer.text
+
+
+def test_minus_one_is_no_limit_of_its_own(server: Running) -> None:
+    plain, unset = (server.complete(top_k=1, **fields).json() for fields in ({}, {"max_tokens": -1}))
+    assert unset["choices"] == plain["choices"]
 
 
 def test_the_best_of_as_many_as_asked_for_are_all(server: Running) -> None:

@@ -93,6 +93,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "cache_prompt": (_ANY,),
     "request_id": (_ANY,),
 }
+_UNSET = (("seed", -1), ("max_tokens", -1))  # llama.cpp's for a random seed, and for no limit of its own
 _NOTHING = (None, False, "", [], {})  # of a message's field that is not read
 
 
@@ -228,10 +229,11 @@ class RequestReader:
         """
         fields = parse_object(body)
         fields = {name: value for name, value in fields.items() if value is not None}
-        if fields.get("seed") == -1:  # llama.cpp's for a random one
-            del fields["seed"]
+        fields = {name: value for name, value in fields.items() if (name, value) not in _UNSET}
         for name in sorted(set(fields) - _FIELDS[kind]):
             if _is_neutral(fields[name], _NEUTRAL.get(name, ())):
+                continue
+            if name == "logit_bias" and isinstance(fields[name], dict) and not any(fields[name].values()):
                 continue
             if name == "best_of" and fields[name] == fields.get("n", 1):  # every text is returned
                 continue
@@ -426,6 +428,8 @@ class RequestReader:
         content = message.get("content")
         if isinstance(content, list):
             content = self._joined_parts(content)
+        if content is None and role == ASSISTANT and "tool_calls" not in read:  # an empty answer, sent back
+            content = ""
         if not isinstance(content, str) and not (content is None and "tool_calls" in read):
             raise RequestError("messages: a content must be a string, or a list of text parts", "messages")
         for value in (content or "", read):
@@ -441,7 +445,7 @@ class RequestReader:
         for call in calls:
             function = call["function"]
             try:
-                arguments = json.loads(function.get("arguments", "{}"), parse_constant=_refuse_constant)
+                arguments = json.loads(function.get("arguments") or "{}", parse_constant=_refuse_constant)
             except (TypeError, ValueError, RecursionError):
                 arguments = None
             if not isinstance(arguments, dict):
