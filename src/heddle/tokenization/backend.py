@@ -100,7 +100,13 @@ def without_added_space(backend: BackendTokenizer) -> tuple[Any, Any]:
     steps = [backend.normalizer, backend.pre_tokenizer]
     settings = [None if step is None else _without_added_space(json.loads(step.__getstate__())) for step in steps]
     model = {"type": "BPE", "vocab": {}, "merges": []}
-    bare = {"version": "1.0", "added_tokens": [], "post_processor": None, "decoder": None, "model": model}
+    bare: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "post_processor": None,
+        "decoder": None,
+        "model": model,
+    }
     changed = BackendTokenizer.from_str(json.dumps(bare | dict(zip(_STEPS, settings, strict=False))))
     return changed.normalizer, changed.pre_tokenizer
 
