@@ -224,8 +224,9 @@ def unknown_names(text: str) -> list[str]:
         for node in tree.find_all(kind)
         if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name)
     }
-    asked |= {name for node in tree.find_all((nodes.If, nodes.CondExpr)) for name in _tested_for_truth(node.test)}
-    asked |= {name for node in tree.find_all(nodes.Or) for name in _tested_for_truth(node.left)}
+    tests = [node.test for kind in (nodes.If, nodes.CondExpr) for node in tree.find_all(kind)]
+    tests += [node.left for node in tree.find_all(nodes.Or)]
+    asked |= {name for test in tests for name in _tested_for_truth(test)}
     asked |= {node.target.name for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)}
     known = {*template.globals, *KNOWN_NAMES, *asked}
     names = template.names - known

@@ -219,7 +219,7 @@ def _with_named_tokens(text: str, backend: Backend, named: Mapping[str, Any], vo
         if known is None and backend.get_vocab_size() >= vocab_limit:
             left_out.append(token)
         elif known is None or not _is_added(backend, known, {"special": True}):
-            added = backend.get_added_tokens_decoder().get(known)
+            added = None if known is None else backend.get_added_tokens_decoder().get(known)
             own = {} if added is None else {name: getattr(added, name) for name in TOKEN_FLAGS}
             backend.add_special_tokens([AddedToken(token, **{"normalized": False} | flags | own | {"special": True})])
             is_changed = True

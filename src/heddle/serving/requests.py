@@ -94,7 +94,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "request_id": (_ANY,),
 }
 _UNSET = (("seed", -1), ("max_tokens", -1))  # llama.cpp's for a random seed, and for no limit of its own
-_NOTHING = (None, False, "", [], {})  # of a message's field that is not read
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # of a message's field that is not read
 
 
 class RequestError(Exception):
