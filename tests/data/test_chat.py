@@ -342,9 +342,9 @@ def foreign(name: str) -> Tokenizer:
     """A tokenizer of another library, most of which put a space before a text."""
     backend = Backend.from_str(tokenizer_json(name))
     backend.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
-    return Tokenizer.from_json(
-        backend.to_str(), boundary_tokens=BoundaryTokens((), (backend.token_to_id("<|im_end|>"),))
-    )
+    end = backend.token_to_id("<|im_end|>")
+    assert end is not None
+    return Tokenizer.from_json(backend.to_str(), boundary_tokens=BoundaryTokens((), (end,)))
 
 
 @pytest.mark.parametrize("name", ["llama2", "gemma", "mistral", "llama3", "qwen", "gpt2", "unigram"])

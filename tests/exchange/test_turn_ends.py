@@ -209,6 +209,8 @@ def test_a_turn_may_end_at_a_token_that_is_added_and_not_special() -> None:
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<|im_start|>", "<|im_end|>")])
     files = {CHAT_TEMPLATE_FILE: CHAT + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"}
     end, mark = backend.token_to_id("<|end|>"), backend.token_to_id("<|im_end|>")
+    assert end is not None
+    assert mark is not None
     chat = Tokenizer.from_json(backend.to_str(), boundary_tokens=BoundaryTokens((), (end,), files))
     assert turn_end_ids(chat) == (mark,)
     talk = [{"role": "user", "content": "warp"}, {"role": "assistant", "content": "weft"}]

@@ -199,7 +199,7 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _tested_for_truth(test: nodes.Expr) -> Iterator[str]:
+def _tested_for_truth(test: nodes.Node) -> Iterator[str]:
     """Yield the names that a condition reads as true or false."""
     if isinstance(test, nodes.Name):
         yield test.name
@@ -224,7 +224,8 @@ def unknown_names(text: str) -> list[str]:
         for node in tree.find_all(kind)
         if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name)
     }
-    tests = [node.test for kind in (nodes.If, nodes.CondExpr) for node in tree.find_all(kind)]
+    tests: list[nodes.Node] = [node.test for node in tree.find_all(nodes.If)]
+    tests += [node.test for node in tree.find_all(nodes.CondExpr)]
     tests += [node.left for node in tree.find_all(nodes.Or)]
     asked |= {name for test in tests for name in _tested_for_truth(test)}
     asked |= {node.target.name for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)}
