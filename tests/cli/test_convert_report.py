@@ -174,8 +174,9 @@ def test_other_options_are_named_as_the_command_line_names_them() -> None:
 
 
 def test_a_healing_is_evaluated_on_as_much_text_as_the_report(
-    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And each of its two losses says which sequences it is of."""
     asked: list[int] = []
 
     def watch(model: Decoder, job: TrainingJob, tokens: int, *others: Any) -> Scores:
@@ -185,6 +186,9 @@ def test_a_healing_is_evaluated_on_as_much_text_as_the_report(
     monkeypatch.setattr(loop, "evaluate", watch)
     options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal", "128"]
     assert run_command(command(workspace, tmp_path / "fewer", *options)) == 0
+    printed = capsys.readouterr().out
+    assert "after healing (beginning mid-text, without BOS, on other sequences than the report's)" in printed
+    assert re.search(r"Losses of this report: \d+ held-out sequences of 16 tokens, beginning mid-text", printed)
     assert run_command(command(workspace, tmp_path / "least", *options, "--report-tokens", "0")) == 0
     assert asked == [128, 4 * 16]
 

@@ -145,6 +145,15 @@ def test_a_conversion_names_the_class_that_an_export_writes(
     assert capsys.readouterr().err.startswith("heddle: kv_heads: ")
 
 
+@pytest.mark.parametrize("name", ["sha256-4f2a", "MODEL.GGUF", "model.gguf.download"])
+def test_a_gguf_of_another_name_is_read(name: str, trained: Path, tmp_path: Path) -> None:
+    """Caches name files by their hash."""
+    assert run_command(["export", str(trained), f"{tmp_path}/model.gguf", "--format", "gguf", "-q"]) == 0
+    (tmp_path / "model.gguf").rename(tmp_path / name)
+    assert run_command(["import", f"{tmp_path}/{name}", f"{tmp_path}/back", "-q"]) == 0
+    assert heddle.load(tmp_path / "back")[1] is not None
+
+
 def test_a_gguf_gets_a_chat_template_which_an_export_keeps(trained: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", encoding="utf-8")

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from heddle.data.chat import (
     CHAT_TEMPLATE_FILE,
@@ -21,9 +23,11 @@ from heddle.data.chat import (
 )
 from heddle.data.sources import parse_source
 from heddle.errors import DataError
-from heddle.tokenization.tokenizer import Tokenizer
+from heddle.tokenization.backend import without_added_space
+from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
 from tests.data import chats
-from tests.laws.planting import Plant, assigned, calls, reads
+from tests.exchange.tokenizer_cases import tokenizer_json
+from tests.laws.planting import Plant, assigned, calls, reads, replaced, result
 
 
 @pytest.fixture(scope="module")
@@ -230,8 +234,10 @@ FLAGS: list[tuple[dict[str, Any], bool | None]] = [
     ({"weight": None, "train": None, "name": "", "tool_calls": []}, True),
     ({"weight": 0.5}, None),
     ({"weight": "0"}, None),
-    ({"train": ""}, None),
-    ({"training": []}, None),
+    ({"train": ""}, True),
+    ({"training": []}, True),
+    ({"weight": "", "train": {}}, True),
+    ({"weight": -1}, None),
 ]
 
 
@@ -266,7 +272,11 @@ def test_a_field_of_another_name_that_may_say_not_to_train_is_refused(
         prepare_chat([f"chat:{path}"], tokenizer, 64)
 
 
-@pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}])
+WHOLE: list[dict[str, Any]] = [{"weight": 0}, {"train": False}, {"weight": 0.5}, {"training": "no"}, {"loss": False}]
+WHOLE += [{"loss_mask": 0}, {"trainable": False}, {"train_on_this": False}, {"sample_weight": 0.0}]
+
+
+@pytest.mark.parametrize("field", WHOLE)
 def test_a_conversation_that_is_not_to_be_trained_on_is_refused(
     field: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -274,6 +284,15 @@ def test_a_conversation_that_is_not_to_be_trained_on_is_refused(
     path.write_text(line([SAYS, ANSWERS], **field))
     with pytest.raises(DataError, match=rf'"{next(iter(field))}" that says not to train.*line 1'):
         prepare_chat([f"chat:{path}"], tokenizer, 64)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"weight": None, "train": "", "training": []}, {"weight": 1, "train": True}, {"source": 0, "ok": False}]
+)
+def test_neutral_fields_of_a_conversation_pass(fields: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text(line([SAYS, ANSWERS], **fields) + "\n" + line([SAYS, {"role": "assistant", "content": "c"}]) + "\n")
+    assert prepare_chat([f"chat:{path}"], tokenizer, 64).report["conversations"] == 2
 
 
 @pytest.mark.parametrize("name", ["talks.jsonl.gz", "talks.json", "talks.ndjson.xz"])
@@ -311,6 +330,53 @@ def test_no_token_reaches_over_the_seam(tokenizer: Tokenizer) -> None:
     assert row.tokens[: len(prompt)].tolist() == prompt
     assert not row.assistant_mask[: len(prompt)].any()
     assert tokenizer.decode(row.tokens[row.assistant_mask].tolist()) == "he warp"
+
+
+JOINED = "{% for m in messages %}{{ m.role }}: {{ 't' if m.role == 'assistant' }}{{ m.content }}<|im_end|>{% endfor %}"
+JOINED += "{% if add_generation_prompt %}assistant: t{% else %}{{ eos_token }}{% endif %}"
+SPACED = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+SPACED += "{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+def foreign(name: str) -> Tokenizer:
+    """A tokenizer of another library, most of which put a space before a text."""
+    backend = Backend.from_str(tokenizer_json(name))
+    backend.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
+    end = backend.token_to_id("<|im_end|>")
+    assert end is not None
+    return Tokenizer.from_json(backend.to_str(), boundary_tokens=BoundaryTokens((), (end,)))
+
+
+@pytest.mark.parametrize("name", ["llama2", "gemma", "mistral", "llama3", "qwen", "gpt2", "unigram"])
+@pytest.mark.parametrize("template", [JOINED, SPACED])
+@pytest.mark.parametrize("answer", ["he warp", "heddle lifts", " x", "yes"])
+def test_prompts_are_prefixes_of_rows_at_every_turn(name: str, template: str, answer: str) -> None:
+    """And no answer loses its first token, whatever a tokenizer joins or puts before a text."""
+    tokenizer = foreign(name)
+    chat_format = ChatFormat(tokenizer, {CHAT_TEMPLATE_FILE: template})
+    talk = [SAYS, {"role": "assistant", "content": answer}, {"role": "user", "content": "more thread"}, ANSWERS]
+    [row] = chat_format.encode(talk)
+    for turn in (1, 3):
+        prompt = chat_format.encode_prompt(talk[:turn])
+        assert row.tokens[: len(prompt)].tolist() == prompt
+        assert row.assistant_mask[len(prompt)]
+        assert not row.assistant_mask[len(prompt) - 1]
+    learned = b"".join(map(tokenizer.token_bytes, row.tokens[row.assistant_mask].tolist()))
+    assert learned.decode() == answer + str(ANSWERS["content"])
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        result(ChatFormat._seams, lambda seams: []),
+        replaced(without_added_space, lambda backend: (backend.normalizer, backend.pre_tokenizer)),
+    ],
+    ids=["no seams of earlier answers", "no steps before a text that goes on"],
+)
+def test_a_seam_that_is_not_cut_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_prompts_are_prefixes_of_rows_at_every_turn("llama2", JOINED, "he warp")
 
 
 def test_missing_files_and_chat_data_where_text_is_expected(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -192,11 +193,17 @@ def test_an_endless_json_line_is_skipped(tmp_path: Path, monkeypatch: pytest.Mon
 RECORDS = ["one", "two\nlines", "a\u2028\u0085\x1db", "日本", "x" * 70_000]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "A.JSONLINES", "lines.json", "array.json", "indented.json"])
-@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz"])
+RECORD_NAMES = ["a.jsonl", "a.ndjson", "A.JSONLINES", "a.ldjson", "lines.json", "lines.jl", "part-00000"]
+RECORD_NAMES += ["array.json", "indented.json", "array.jsonl", "objects.json"]
+
+
+@pytest.mark.parametrize("name", RECORD_NAMES)
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".gzip", ".lzma"])
 def test_records_under_every_usual_name(name: str, suffix: str, tmp_path: Path) -> None:
     records = [{"id": 1, "text": text, "nested": {"a": [1, "]"]}} for text in RECORDS]
-    if name in ("array.json", "indented.json"):
+    if name == "objects.json":
+        content = "\n".join(json.dumps(record, indent=1, ensure_ascii=False) for record in records)
+    elif name in ("array.json", "indented.json", "array.jsonl"):
         content = json.dumps(records, indent=2 if name == "indented.json" else None, ensure_ascii=False)
     else:
         content = "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
@@ -205,6 +212,8 @@ def test_records_under_every_usual_name(name: str, suffix: str, tmp_path: Path) 
         ".gz": gzip.compress,
         ".bz2": bz2.compress,
         ".xz": lzma.compress,
+        ".gzip": gzip.compress,
+        ".lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
     }
     path = tmp_path / (name + suffix)
     path.write_bytes(compressors[suffix](content.encode()))
@@ -274,7 +283,31 @@ def test_what_a_name_hides_is_named(name: str, tmp_path: Path) -> None:
             list(read_documents(tmp_path / name))
 
 
-@pytest.mark.parametrize("content", ['{"a": 1}', '{\n "text": "a"\n}', "[1, 2]", '{"a": 1}\nx', "[]"])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b",\n", b"\n\n", b"\n\x1e"])
+def test_what_stands_between_records_is_no_part_of_them(line_end: bytes, tmp_path: Path) -> None:
+    path, skipped = tmp_path / "a.jsonl", SkippedRecords()
+    path.write_bytes(line_end.join([*FINE, b""]))
+    assert list(read_documents(path, skipped=skipped)) == ["one", "two", "three"]
+    assert not skipped.count
+
+
+@pytest.mark.parametrize("length", [10, 2_000_000])
+def test_a_json_file_may_be_one_record(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"id": 1, "text": "é\n" * length}, indent=1))
+    assert "".join(read_documents(path)) == "é\n" * length
+    assert "".join(read_documents(path, "body")) == path.read_text()
+
+
+def test_a_broken_object_among_objects_costs_no_other(tmp_path: Path) -> None:
+    path, skipped = tmp_path / "a.json", SkippedRecords()
+    records = [json.dumps({"text": text}, indent=1) for text in ("one", "two", "three")]
+    path.write_text("\n".join([records[0], records[1].replace(":", ""), records[2]]))
+    assert list(read_documents(path, skipped=skipped)) == ["one", "three"]
+    assert (skipped.count, "JSON in item 2" in skipped.reason) == (1, True)
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}', '{\n "text": 1\n}', "[1, 2]", '{"a": 1}\nx', "[]", '{"a": 1} []'])
 def test_other_json_is_text_like_any_source(content: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content)
     assert list(read_documents(tmp_path / "a.json")) == [content]
@@ -295,10 +328,12 @@ def test_a_compressed_tar_is_named(tmp_path: Path) -> None:
         list(read_documents(tmp_path / "a.tar.gz"))
 
 
-def test_other_fields_are_said_with_how_to_name_them(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"n": 1, "content": "a thread"}\n' * 3)
-    with pytest.raises(UnreadableError, match=r"content.*hf:.*text=content") as caught:
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jl", "part-00000", "my threads.jsonl"])
+@pytest.mark.parametrize("field", ["content", "post body", "it's"])
+def test_other_fields_are_said_with_how_to_name_them(name: str, field: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps({"n": 1, field: "a thread"}) + "\n" + json.dumps({field: "another"}) + "\n")
+    with pytest.raises(UnreadableError, match=rf"\({field}\).*hf:.*text=") as caught:
         list(read_documents(path))
-    argument = str(caught.value).split("name one with ")[1]
-    assert list(parse_source(argument)[0].scan(lambda _: None).read()) == ["a thread"] * 3
+    [argument] = shlex.split(str(caught.value).split("name one with ")[1])
+    assert list(parse_source(argument)[0].scan(lambda _: None).read()) == ["a thread", "another"]

@@ -1,6 +1,7 @@
 """Weights as they lie on disks: names that wrappers and base classes changed, buffers, leftovers, what is no model."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def test_two_models_in_one_file_are_named(tmp_path: Path) -> None:
     "name",
     [
         *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "attn.masked_bias", "position_ids", "causal_mask"),
+        *("attn_mask", "attn.tril", "cos_cached", "rotary_emb.original_inv_freq", "rotary_emb.sin_cached"),
         *("rotary_pos_emb.inv_freq", "inv_freq", "rotary_emb.sin", "freqs_cis", "_extra_state"),
     ],
 )
@@ -105,6 +107,36 @@ def test_an_index_that_is_wrong_about_nothing_needed_is_no_reason_to_refuse(tmp_
     index(folder, **{name: shard(folder).name})  # it is in another one
     want, got = load(theirs()).model.state_dict(), load(folder).model.state_dict()
     assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+def test_a_missing_shard_of_nothing_needed_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    folder = copy(theirs(), tmp_path / "model")
+    missing, copied = "model-00009-of-00009.safetensors", next(iter(load_file(shard(folder, 1))))
+    index(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": missing, "model.rotary_emb.inv_freq": missing})
+    index(folder, **{copied: missing})  # it is in another one
+    want, got = load(theirs()).model.state_dict(), load(folder).model.state_dict()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+    assert LazyCheckpoint(folder).specs.keys() == want.keys()
+    index(folder, **{"model.other.weight": missing})
+    assert f"{folder / missing}: shard is missing" in refusal(folder)
+
+
+def test_shards_without_their_index_are_read_if_all_are_there(tmp_path: Path) -> None:
+    folder = copy(theirs(), tmp_path / "model")
+    (folder / "model.safetensors.index.json").unlink()
+    want, got = load(theirs()).model.state_dict(), load(folder).model.state_dict()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+    shard(folder, 1).unlink()
+    assert "shard is missing; download it again" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn.q_proj.lora_A.default.weight", "self_attn.q_proj.base_layer.weight", "mlp.modules_to_save.x"]
+)
+def test_an_adapter_inside_a_model_is_named(name: str, tmp_path: Path) -> None:
+    folder = copy(theirs(), tmp_path / "model")
+    rewrite(shard(folder), lambda tensors: tensors.update({f"model.layers.0.{name}": torch.ones(2, 2)}))
+    assert re.search(rf"{name}.* is of an adapter inside the model; .*merge_and_unload", refusal(folder))
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 123456\n"
@@ -135,7 +167,18 @@ def test_an_adapter_beside_a_model_is_said_not_to_be_applied(
     assert "the adapter of meta/llama is not applied" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_2", "k_scale", "weight.quant_state.bitsandbytes__nf4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kv_scale",
+        "wscale",
+        "qzeros",
+        "weight_scale",
+        "weight_scale_2",
+        "k_scale",
+        "weight.quant_state.bitsandbytes__nf4",
+    ],
+)
 def test_what_is_left_of_quantization_is_named(name: str, tmp_path: Path) -> None:
     folder = copy(theirs(), tmp_path / "model")
     rewrite(shard(folder), lambda t: t.update({f"model.layers.0.mlp.up_proj.{name}": torch.ones(1)}))
@@ -161,6 +204,15 @@ def test_quantized_weights_are_refused_with_the_option_that_reads_them(
     for file in folder.glob("*.safetensors"):
         file.write_bytes(b"never read")
     assert ("--dequantize bf16" in refusal(folder)) == is_unpacked
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_narrow_weights_that_no_config_explains_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = copy(theirs(), tmp_path / "model")
+    name = "model.layers.0.mlp.up_proj.weight"
+    file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
+    rewrite(file, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    assert re.search(rf"{name}.*{dtype}.*quantized.*save the weights dequantized", refusal(folder))
 
 
 def test_a_missing_head_is_said_to_be_that_of_a_base_class(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from heddle.exchange.gguf.file import read_contents
 from heddle.exchange.gguf.tokenizer import IGNORE_MERGES, SPLITS, read_tokenizer, tokenizer_keys
 from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
 from tests.exchange.test_gguf import ROWS, TEXTS, model_pair
-from tests.laws.planting import Plant, result
+from tests.laws.planting import Plant, replaced, result
 from tools.llama_cpp.runner import run
 
 PIECES = [
@@ -60,11 +60,16 @@ def texts() -> list[str]:
     return TEXTS + ["".join(draw.choice(PIECES) for _ in range(draw.randint(1, 40))) for _ in range(200 - len(TEXTS))]
 
 
-def sentencepiece(file: Path, prefix: bool = True, begins: bool | None = None) -> Path:
-    """A tiny Llama with SentencePiece's tokenizer, as the package gguf writes it."""
+Odd = list[tuple[str, int]]  # tokens with their types
+
+
+def sentencepiece(file: Path, prefix: bool = True, begins: bool | None = None, odd: Odd | None = None) -> Path:
+    """A tiny Llama with SentencePiece's tokenizer, as the package gguf writes it, and with odd tokens besides."""
+    odd = odd or []
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS, "<turn>", "<end>", "   "]
-    kinds = [2, 3, 3, *[6] * 256, *[1] * len(WORDS), 4, 3, 4]
-    scores = [0.0] * 259 + [-float(index) for index in range(len(WORDS))] + [-1000.0] * 3
+    tokens += [token for token, _ in odd]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(WORDS), 4, 3, 4, *(kind for _, kind in odd)]
+    scores = [0.0] * 259 + [-float(index) for index in range(len(WORDS))] + [-1000.0] * (3 + len(odd))
     width, hidden = 32, 48
     writer, draw = GGUFWriter(file, "llama"), np.random.default_rng(0)
     writer.add_context_length(128)
@@ -80,8 +85,9 @@ def sentencepiece(file: Path, prefix: bool = True, begins: bool | None = None) -
     writer.add_token_types(kinds)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_eot_token_id(len(tokens) - 2)
+    writer.add_eot_token_id(tokens.index("<end>"))
     writer.add_unk_token_id(0)
+    writer.add_pad_token_id(tokens.index("<turn>"))
     writer.add_chat_template(TEMPLATE)
     if not prefix:
         writer.add_add_space_prefix(False)
@@ -122,6 +128,73 @@ def test_sentencepiece_is_cut_as_llama_cpp_cuts_it(prefix: bool, begins: bool | 
     assert_same_ids(file, tokenizer)
 
 
+ODD: dict[str, Odd] = {
+    "an end of turn of any type": [("<|im_end|>", 1), ("<|im_start|>", 1)],
+    "an end of turn of the user's": [("<|im_end|>", 4), ("<|im_start|>", 4), ("<think>", 4)],
+    "several ends": [("<|eot_id|>", 1), ("<end_of_turn>", 1), ("<|end|>", 4), ("<|endoftext|>", 3), ("[EOS]", 1)],
+    "code to fill in": [("<fim_prefix>", 1), ("<fim_suffix>", 4), ("<PAD>", 4), ("<|file_sep|>", 1)],
+    "runs of spaces": [("▁▁▁▁", 4), ("\n\n", 4), ("\t\t", 4), (" x", 4)],
+    "empty and unused": [("", 5), ("", 5), ("[PAD7]", 5), ("<unused0>", 3)],
+    "words of the user": [("riv", 4), ("the ", 4), ("éé", 4), ("日本本", 4)],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_tokens_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    """In a text, in one with the names of control tokens, and as ends of a text."""
+    file = sentencepiece(tmp_path / "theirs.gguf", odd=ODD[name])
+    tokenizer = read(file)
+    marks = [token for token, _ in ODD[name] if token] + ["</s>", "<s>", "<unk>", "<turn>"]
+    asked = texts()[::8] + [
+        text for mark in marks for text in (mark, f"the{mark}", f"a {mark}\n the", f"{mark}{mark}x")
+    ]
+    count = tokenizer.vocab_size
+    plain = run(file, [{"text": text, "spell": True, "ends": count} for text in asked])
+    special = run(file, [{"text": text, "spell": True, "special": True} for text in asked])
+    for text, first, second in zip(asked, plain, special, strict=True):
+        assert first["prompt"] == [*tokenizer.bos_ids, *tokenizer.encode_batch([text])[0]], repr(text)
+        assert second["prompt"] == [*tokenizer.bos_ids, *tokenizer.encode(text)], repr(text)
+    fills = {token for token, text in tokenizer.special_tokens.items() if text in " ".join(ours.FILL_TEXTS.values())}
+    assert {*tokenizer.eos_ids} - {*tokenizer.bos_ids} == {*plain[0]["ends"]} - fills
+
+
+def test_odd_tokens_that_are_read_by_their_types_alone_are_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced(ours._as_llama_cpp_reads, lambda keys, kinds: kinds)(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_odd_tokens_are_those_of_llama_cpp("an end of turn of any type", tmp_path)
+
+
+def test_a_pad_that_is_the_end_is_not_written(tmp_path: Path) -> None:
+    """A trainer that leaves padding out would leave out the end, too."""
+    tokenizer = read(sentencepiece(tmp_path / "theirs.gguf"))
+    for pad, is_written in (("<turn>", True), ("</s>", False)):
+        tokenizer.companion_files = {"special_tokens_map.json": json.dumps({"pad_token": {"content": pad}})}
+        assert ("tokenizer.ggml.padding_token_id" in tokenizer_keys(tokenizer, ROWS)) == is_written
+
+
+@pytest.mark.parametrize("score", [0.0, float("nan")])
+def test_scores_that_give_no_order_are_refused(score: float, tmp_path: Path) -> None:
+    file = sentencepiece(tmp_path / "theirs.gguf")
+    places = np.arange(len(WORDS), dtype=np.float32)
+    file.write_bytes(file.read_bytes().replace((-places).tobytes(), np.full_like(places, score).tobytes()))
+    with pytest.raises(DataError, match=r"theirs.gguf: token .* has no score of its own.*--tokenizer FILE"):
+        read(file)
+
+
+def test_ids_that_no_token_has_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = sentencepiece(tmp_path / "theirs.gguf")
+    contents = read_contents(file)
+    rows = len(contents.keys["tokenizer.ggml.tokens"])
+    for number, is_said in ((rows, True), (2**32 - 1, False)):
+        keys = Keys(contents.keys | {"tokenizer.ggml.eot_token_id": number}, str(file))
+        tokenizer = read_tokenizer(keys, rows, str(file))
+        assert tokenizer is not None
+        assert tokenizer.eos_ids == [2, 1]
+        assert (f"'tokenizer.ggml.eot_token_id' is {rows}" in capsys.readouterr().err) == is_said
+
+
 def test_transformers_reads_the_same_ids(tmp_path: Path) -> None:
     """But for a space at the start of a text, where transformers adds none: llama.cpp does."""
     from transformers import AutoTokenizer
@@ -143,7 +216,16 @@ def test_it_is_written_as_it_was_read(tmp_path: Path) -> None:
     export_gguf(imported.model, tmp_path / "again.gguf", tokenizer, imported)
     assert_same_ids(tmp_path / "again.gguf", read(tmp_path / "again.gguf"))
     theirs, again = (read_contents(tmp_path / f"{name}.gguf").keys for name in ("theirs", "again"))
-    for name in ("bos_token_id", "eos_token_id", "eot_token_id", "unknown_token_id", "token_type", "tokens"):
+    names = (
+        "bos_token_id",
+        "eos_token_id",
+        "eot_token_id",
+        "unknown_token_id",
+        "padding_token_id",
+        "token_type",
+        "tokens",
+    )
+    for name in names:
         assert again[f"tokenizer.ggml.{name}"] == theirs[f"tokenizer.ggml.{name}"], name
     assert again["tokenizer.chat_template"] == TEMPLATE
 

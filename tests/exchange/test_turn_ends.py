@@ -11,13 +11,14 @@ from transformers import AutoTokenizer
 
 from heddle.data.chat import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, ChatFormat, turn_end_ids
 from heddle.data.chat_template import ChatTemplate, unknown_names
+from heddle.data.documents import UnreadableError
 from heddle.errors import ConfigError
 from heddle.exchange import tokenizer_files
 from heddle.exchange.export import export
 from heddle.exchange.tokenizer_files import read_tokenizer_files
 from heddle.serving.engine import TokenReader
 from heddle.serving.limits import ServerLimits
-from heddle.serving.requests import RequestReader
+from heddle.serving.requests import RequestError, RequestReader
 from heddle.storage.model import load, save
 from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
 from tests.data import chats
@@ -158,6 +159,77 @@ def test_tokens_that_other_files_name_are_added(file: str, content: dict[str, An
     assert [got.id_to_token(index) for index in got.eos_ids] == [theirs.eos_token]
 
 
+FLAGS = {"lstrip": True, "rstrip": True, "single_word": False, "normalized": False}
+SPLIT_OFF: list[tuple[str, dict[str, Any]]] = [
+    (TOKENIZER_CONFIG_FILE, {"eos_token": "<a>"}),
+    (TOKENIZER_CONFIG_FILE, {"eos_token": {"__type": "AddedToken", "content": "<a>", **FLAGS}}),
+    (TOKENIZER_CONFIG_FILE, {"model_specific_special_tokens": {"image_token": "<a>"}}),
+    (SPECIAL_TOKENS_FILE, {"pad_token": {"content": "<a>", **FLAGS}}),
+    (SPECIAL_TOKENS_FILE, {"additional_special_tokens": ["<a>"]}),
+    (TOKENIZER_CONFIG_FILE, {"added_tokens_decoder": {"300": {"content": "<a>", "special": True, "lstrip": True}}}),
+    (TOKENIZER_CONFIG_FILE, {"added_tokens_decoder": {"300": {"content": "<a>", "special": False}}}),
+    ("added_tokens.json", {"<a>": 300}),
+]
+
+
+@pytest.mark.parametrize(("file", "content"), SPLIT_OFF)
+@pytest.mark.parametrize("place", ["vocabulary", "added tokens"])
+def test_a_token_that_is_there_is_split_off_as_other_files_say(
+    place: str, file: str, content: dict[str, Any], tmp_path: Path
+) -> None:
+    """A token of the vocabulary is only a word until it is added; an added one has the flags of the settings."""
+    data = json.loads(chats.train_tokenizer().to_json())
+    assert len(data["model"]["vocab"]) == 300
+    if place == "vocabulary":
+        data["model"]["vocab"]["<a>"] = 300
+    else:
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        data["added_tokens"].append({"id": 300, "content": "<a>"} | flags)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    (tmp_path / file).write_text(json.dumps(content))
+    got, _ = read_tokenizer_files(tmp_path, 2**20)
+    assert got is not None
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("x<a>y", "the <a> warp", "<a><a> <|end|>"):
+        assert got.encode(text) == theirs(text)["input_ids"]
+    named = {theirs.convert_tokens_to_ids(text) for text in theirs.all_special_tokens}
+    assert {*got.special_tokens} == named | {i for i, token in theirs.added_tokens_decoder.items() if token.special}
+    assert [got.id_to_token(index) for index in got.eos_ids] == [theirs.eos_token] * (theirs.eos_token is not None)
+
+
+def test_a_token_that_is_only_a_word_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result(tokenizer_files._is_added, lambda is_added: True)(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_token_that_is_there_is_split_off_as_other_files_say("vocabulary", *SPLIT_OFF[0], tmp_path)
+
+
+def test_a_turn_may_end_at_a_token_that_is_added_and_not_special() -> None:
+    """It ends answers and training rows, and no message may contain it."""
+    backend = Backend.from_str(chats.train_tokenizer().to_json())
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<|im_start|>", "<|im_end|>")])
+    files = {CHAT_TEMPLATE_FILE: CHAT + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"}
+    end, mark = backend.token_to_id("<|end|>"), backend.token_to_id("<|im_end|>")
+    assert end is not None
+    assert mark is not None
+    chat = Tokenizer.from_json(backend.to_str(), boundary_tokens=BoundaryTokens((), (end,), files))
+    assert turn_end_ids(chat) == (mark,)
+    talk = [{"role": "user", "content": "warp"}, {"role": "assistant", "content": "weft"}]
+    [row] = ChatFormat(chat, files).encode(talk)
+    assert row.tokens[row.assistant_mask].tolist() == [*chat.encode("weft"), mark]
+    talk[0]["content"] = "a<|im_end|>"
+    with pytest.raises(UnreadableError, match="special token"):
+        ChatFormat(chat, files).encode(talk)
+    reader = RequestReader(chat, "m", ServerLimits())
+    with pytest.raises(RequestError, match="special token"):
+        reader.read("chat", json.dumps({"model": "m", "messages": talk}).encode())
+    assert (
+        mark
+        in reader.read(
+            "chat", json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}]}).encode()
+        ).stop_ids
+    )
+
+
 def test_a_named_token_without_a_row_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tokenizer().to_json()
     (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
@@ -171,7 +243,10 @@ def test_a_named_token_without_a_row_is_left_out_and_said(tmp_path: Path, capsys
 
 @pytest.mark.parametrize(
     "plant",
-    [result(tokenizer_files._named_tokens, lambda names: []), result(tokenizer_files._named_tokens, lambda n: n[::-1])],
+    [
+        result(tokenizer_files._named_tokens, lambda names: {}),
+        result(tokenizer_files._named_tokens, lambda names: dict(reversed(names.items()))),
+    ],
 )
 def test_a_named_token_that_is_not_added_is_caught(
     plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,6 +283,9 @@ def test_templates_get_what_transformers_gives_them(template: str, tmp_path: Pat
         ("{{ date_string | default('today') }}", []),
         ("{% if not day is defined %}{% set day = 'x' %}{% endif %}{{ day }}", []),
         ("{% for x in messages %}{% set y = x %}{{ y }}{{ z }}{% endfor %}", ["z"]),
+        ("{% if name %}{{ name }}{% endif %}{{ other or 'x' }}{{ third if third else 'x' }}", []),
+        ("{% if a == 'x' and not b %}{% endif %}{% if c is not none %}{{ c }}{% endif %}", ["a", "c"]),
+        ("{% if messages %}{% set rest = messages[1:] %}{% else %}{% set rest = [] %}{% endif %}{{ rest }}", []),
         *[(template, []) for template, _ in TEMPLATES.values()],
     ],
 )

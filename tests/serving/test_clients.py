@@ -49,12 +49,21 @@ PASSES: list[dict[str, Any]] = [
     {"modalities": ["text"], "audio": None, "prediction": None, "response_format": None},
     {"min_p": 0.0, "repetition_penalty": 1, "length_penalty": 1.0, "min_tokens": 0, "use_beam_search": False},
     {"ignore_eos": False, "skip_special_tokens": True, "add_generation_prompt": True, "chat_template_kwargs": {}},
+    {"typical_p": 1, "repeat_penalty": 1.0, "mirostat": 0, "xtc_probability": 0, "dry_multiplier": 0.0, "seed": -1},
+    {"cache_prompt": True, "timings_per_token": False, "dynatemp_range": 0, "min_new_tokens": 0, "request_id": "r"},
+    {"verbosity": "medium", "top_logprobs": 0, "best_of": 1, "logprobs": False, "prompt_cache_retention": "24h"},
+    {"documents": [], "bad_words": [], "priority": 0, "return_token_ids": False, "stop_token_ids": [], "stop": []},
+    {"add_special_tokens": False, "continue_final_message": False, "separate_reasoning": True, "no_stop_trim": False},
+    {"logit_bias": {"5": 0, "6": 0.0}, "max_tokens": 4},
+    {"guided_json": None, "structured_outputs": None, "reasoning_effort": None, "verbosity": None, "n": None},
     {"stop": "", "stream_options": {"include_obfuscation": False, "include_usage": None}},
 ]
 MESSAGES: list[list[Any]] = [
     [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}],
     [{"role": "user", "name": "ann", "content": "Hi"}],
     [{"role": "user", "content": "Hi", "tool_calls": []}],
+    [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": None, "annotations": []}]}],
+    [{"role": "user", "content": "Hi", "prefix": False, "cache_control": None, "attachments": [], "id": ""}],
 ]
 
 
@@ -92,13 +101,37 @@ def test_false_asks_for_no_scores_of_a_completion(server: Running) -> None:
     assert server.complete(logprobs=True, max_tokens=2).status_code == 400
 
 
-def test_an_echoed_answer_passes(server: Running) -> None:
-    messages = [*HI, {"role": "assistant", "content": "yo"} | ECHOED, {"role": "user", "content": "and"}]
+OTHERS = [{}, ECHOED, {"reasoning_content": "", "reasoning": None, "prefix": False, "refusal": "", "audio": {}}]
+OTHERS += [{"content": None}, {"content": []}, {"content": [{"type": "text", "text": "yo"}], "tool_calls": []}]
+
+
+@pytest.mark.parametrize("fields", OTHERS)
+def test_an_echoed_answer_passes(fields: dict[str, Any], server: Running) -> None:
+    messages = [*HI, {"role": "assistant", "content": "yo"} | fields, {"role": "user", "content": "and"}]
     answer = server.client.post("/v1/chat/completions", json={"model": NAME, "messages": messages, "max_tokens": 2})
     assert answer.status_code == 200, answer.text
 
 
+def test_minus_one_is_no_limit_of_its_own(server: Running) -> None:
+    plain, unset = (server.complete(top_k=1, **fields).json() for fields in ({}, {"max_tokens": -1}))
+    assert unset["choices"] == plain["choices"]
+
+
+def test_the_best_of_as_many_as_asked_for_are_all(server: Running) -> None:
+    plain, best = (server.complete(n=2, max_tokens=3, seed=1, **fields).json() for fields in ({}, {"best_of": 2}))
+    assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in plain["choices"]]
+    assert server.complete(n=2, best_of=3).json()["error"]["param"] == "best_of"
+    assert server.complete(add_special_tokens=True, max_tokens=1).status_code == 200
+
+
 ASKS: list[tuple[str, Any]] = [
+    ("verbosity", "low"),
+    ("typical_p", 0.9),
+    ("mirostat", 2),
+    ("documents", [{"text": "x"}]),
+    ("continue_final_message", True),
+    ("seed", -2),
+    ("response_format", {"type": "json_object", "schema": "x"}),
     ("response_format", {"type": "grammar"}),
     ("response_format", {"type": "json_schema", "json_schema": {}}),
     ("presence_penalty", 0.5),

@@ -88,6 +88,11 @@ def test_any_object_is_json_as_far_as_it_goes() -> None:
         assert isinstance(json.loads(text), dict)
 
 
+def test_an_object_may_come_with_its_schema() -> None:
+    [events] = answers([reader().read("chat", body({"type": "json_object", "schema": SCHEMA}))])
+    jsonschema.validate(json.loads(text_of(events)), SCHEMA)
+
+
 def test_others_keep_their_bits() -> None:
     plain = [reader().read("chat", body({"type": "text"}, seed=seed, max_tokens=30, logprobs=True)) for seed in (1, 2)]
     constrained = reader().read("chat", body(of_schema(SCHEMA), seed=5))

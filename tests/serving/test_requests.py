@@ -132,7 +132,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"top_k": -2}, 400, "top_k"),
     ({"top_k": 10**6}, 400, "top_k"),
     ({"top_k": 2.5}, 400, "top_k"),
-    ({"seed": -1}, 400, "seed"),
+    ({"seed": -2}, 400, "seed"),
     ({"n": 17}, 400, "n"),
     ({"n": 0}, 400, "n"),
     ({"prompt": ["a", "b", "c"], "n": 6}, 400, "n"),

@@ -98,6 +98,14 @@ def called(calls: Any) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "tool_calls": calls}]}
 
 
+@pytest.mark.parametrize("arguments", ["", "{}", None])
+def test_a_call_without_arguments_has_none(arguments: Any) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weave", "arguments": arguments}}
+    ours = reader(HERMES)
+    prompt = ours.tokenizer.decode(ours.read("chat", body(**called([call]))).prompt_ids)
+    assert '{"name": "weave", "arguments": {}}' in prompt
+
+
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [{"type": "function"}]}),
     ("tools", {"tools": "weave"}),
@@ -105,7 +113,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [{"type": "function", "function": {"name": "<|end|>"}}]}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weave"}}}),
-    ("messages", {"messages": [{"role": "assistant", "content": None}]}),
+    ("messages", {"messages": [{"role": "user", "content": None}]}),
+    ("messages", {"messages": [{"role": "tool", "content": None}]}),
     ("messages", called([CALL | {"function": {"name": "weave", "arguments": "{"}}])),
     ("messages", called([CALL | {"function": {"name": "weave", "arguments": "3"}}])),
     ("messages", called([CALL | {"function": {"arguments": "{}"}}])),

@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,35 @@ def test_a_tokenizer_is_pickled_after_it_encoded(trained: Tokenizer) -> None:
     again = pickle.loads(pickle.dumps(trained))
     assert again.encode_documents([text])[0].tolist() == expected
     assert copy.deepcopy(trained).hash == trained.hash
+
+
+class Interrupted:
+    """A backend during whose `encode` another thread encodes a text, and is waited for while it may."""
+
+    def __init__(self, backend: BackendTokenizer, meanwhile: threading.Thread) -> None:
+        self.__dict__ |= {"backend": backend, "meanwhile": meanwhile}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.backend, name, value)
+
+    def encode(self, text: str, add_special_tokens: bool) -> Any:
+        if not self.meanwhile.is_alive():
+            self.meanwhile.start()
+            self.meanwhile.join(0.5)
+        return self.backend.encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_threads_do_not_see_each_others_settings(trained: Tokenizer) -> None:
+    """A server cuts several requests at a time; in one of them, names of special tokens become the tokens."""
+    tokenizer, text, found = copy.copy(trained), f"warp{EOD_TOKEN}", list[list[int]]()
+    alone = tokenizer.encode(text)
+    meanwhile = threading.Thread(target=lambda: found.append(tokenizer.encode(text)))
+    vars(tokenizer)["_backend"] = Interrupted(tokenizer._backend, meanwhile)
+    tokens = [token for token, _ in tokenizer.encode_with_offsets(text)]
+    meanwhile.join()
+    assert tokens[-1] == tokenizer.eod_id
+    assert found == [alone]
+    assert tokenizer.eod_id not in alone

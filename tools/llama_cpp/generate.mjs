@@ -3,7 +3,8 @@
 //   {"model": "model.gguf", "runs": [{"text": "Once" or "tokens": [1, 2], "n": 64, "logits": true, "spell": false}]}
 //
 // Each run answers {"tokens", "text", "prompt", "logits"}: what greedy decoding wrote, the prompt's tokens, and, where
-// asked for, the logits of all tokens after each token of the prompt. `spell` only cuts the text into tokens. With
+// asked for, the logits of all tokens after each token of the prompt. `spell` only cuts the text into tokens, and tells
+// which of the first `ends` tokens end a text; with `special`, names of control tokens become the tokens. With
 // `embed`, of an encoder, the answer is {"embedding"}: the pooled outputs of the text.
 //
 //   {"model": "model.gguf", "context": {"contextSize": 1024, "sequences": 1, "batchSize": 512}}
@@ -18,7 +19,7 @@ import {getLlama} from "node-llama-cpp";
 function promptOf(model, run) {
     if (run.tokens != null) return run.tokens;
     const first = model.tokens.shouldPrependBosToken ? [model.tokens.bos] : [];
-    return [...first, ...model.tokenize(run.text, false)];
+    return [...first, ...model.tokenize(run.text, run.special ?? false)];
 }
 
 async function logitsOf(sequence, prompt) {
@@ -48,7 +49,10 @@ async function embed(model, run) {
 async function answer(model, run) {
     if (run.embed) return await embed(model, run);
     const prompt = promptOf(model, run);
-    if (run.spell) return {prompt, tokens: [], text: "", logits: null};
+    if (run.spell) {
+        const ends = Array.from({length: run.ends ?? 0}, (_, token) => token).filter((token) => model.isEogToken(token));
+        return {prompt, tokens: [], text: "", logits: null, ends};
+    }
     const context = await model.createContext({
         contextSize: prompt.length + run.n + 8,
         sequences: 1,

@@ -76,7 +76,6 @@ class ChatFormat:
             for name, token in special_token_settings(config, named).items()
             if name.endswith("_token") and (text := special_token_text(token))
         }
-        self._special_tokens_pattern = re.compile("|".join(map(re.escape, tokenizer.special_tokens.values())))
         from heddle.data.chat_template import ChatTemplate  # Jinja is imported only for conversations
 
         self._compiled_template = ChatTemplate(self.template)
@@ -85,26 +84,44 @@ class ChatFormat:
 
     @cached_property
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The special token that ends an answer in this template; empty if there is none.
+        """The token that ends an answer in this template; empty if there is none.
 
-        It is the last of the special tokens that follow the answer, after white space at most; tokens further on may
-        end the text. If no special token follows so, it is the last token that an answer adds.
+        It is the last of the special tokens that follow the answer, after white space at most, else of the other added
+        tokens; tokens further on may end the text. If none follows so, it is the last token that an answer adds.
         """
-        asked = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _PROBE}]
-        for messages in (asked, [{"role": "system", "content": "a"}, *asked]):  # some templates need a system message
+        if self._following_ids:
+            return self._following_ids
+        try:  # the last one of what an answer adds
+            [answered] = self.encode(_ASKED)
+        except (UnreadableError, ValueError):
+            return ()
+        return (int(answered.tokens[answered.assistant_mask][-1]),)
+
+    @cached_property
+    def _following_ids(self) -> tuple[int, ...]:
+        """The added token that follows an answer; empty if none does."""
+        for messages in (_ASKED, ({"role": "system", "content": "a"}, *_ASKED)):  # some templates need a system message
             try:
                 _, found, rest = self._render(messages, False).rpartition(_PROBE)
             except UnreadableError:
                 continue
-            specials = "|".join(map(re.escape, filter(None, self.tokenizer.special_tokens.values())))
-            match = re.match(rf"\s*(?:{specials})*({specials})", rest) if found and specials else None
-            if match is not None:
-                return tuple(token for token, text in self.tokenizer.special_tokens.items() if text == match[1])
-        try:  # the last one of what an answer adds
-            [answered] = self.encode(asked)
-        except (UnreadableError, ValueError):
-            return ()
-        return (int(answered.tokens[answered.assistant_mask][-1]),)
+            for added in (self.tokenizer.special_tokens, self.tokenizer.other_added_tokens):
+                texts = "|".join(map(re.escape, filter(None, added.values())))
+                match = re.match(rf"\s*(?:{texts})*({texts})", rest) if found and texts else None
+                if match is not None:
+                    return tuple(token for token, text in added.items() if text == match[1])
+        return ()
+
+    @cached_property
+    def reserved_texts(self) -> frozenset[str]:
+        """The tokens that only the template may write: special ones, and the end of a turn."""
+        added = self.tokenizer.other_added_tokens
+        turn_ends = [added[token] for token in self._following_ids if token in added]
+        return frozenset(filter(None, [*self.tokenizer.special_tokens.values(), *turn_ends]))
+
+    @cached_property
+    def _reserved_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, sorted(self.reserved_texts))) or r"(?!)")
 
     @property
     def takes_tools(self) -> bool:
@@ -116,7 +133,28 @@ class ChatFormat:
 
         tools: functions that the assistant may call, in OpenAI's format, as transformers passes them to a template.
         """
-        return [token for token, _ in self.tokenizer.encode_with_offsets(self._render(messages, True, tools))]
+        text = self._render(messages, True, tools)
+        return [token for token, _ in self._encode_with_seams(text, self._seams(messages, text, tools))]
+
+    def _seams(self, messages: Messages, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Where answers begin in a rendered conversation: after what a template writes for the next one."""
+        if all(message["role"] != ASSISTANT for message in messages):
+            return []
+        begin, plain = self._render(messages, True, tools), self._render(messages, False, tools)
+        begin = begin[
+            next((i for i, two in enumerate(zip(begin, plain, strict=False)) if two[0] != two[1]), len(plain)) :
+        ]
+        seams, position = list[int](), 0
+        for message in messages:
+            if message["role"] == ASSISTANT and begin:
+                if (found := text.find(begin, position)) < 0:
+                    break
+                position = found + len(begin)
+                seams.append(position)
+            content = (message["content"] or "").strip()
+            found = text.find(content, position)
+            position = position if found < 0 else found + len(content)
+        return seams
 
     def encode(self, messages: Messages, untrained: Collection[int] = ()) -> list[TokenizedConversation]:
         """Encode the conversation as one sequence; anything after the last answer is left out.
@@ -138,16 +176,21 @@ class ChatFormat:
         if all(full_text.startswith(text) for _, text, _ in answers):
             spans = [(start, len(text), is_learned) for start, text, is_learned in answers]
             return [self._encode_answers(full_text, spans)]
+        ends = [number for number, message in enumerate(messages, 1) if message["role"] == ASSISTANT]
         return [
-            self._encode_answers(text, [(start, len(text), True)]) for start, text, is_learned in answers if is_learned
+            self._encode_answers(text, [(start, len(text), True)], self._seams(messages[:end], text))
+            for end, (start, text, is_learned) in zip(ends, answers, strict=True)
+            if is_learned
         ]
 
-    def _encode_answers(self, text: str, answers: Sequence[tuple[int, int, bool]]) -> TokenizedConversation:
-        """answers: (begin, end, whether it is trained on), as offsets in the text."""
-        encoded = self._encode_with_seams(text, [answer[0] for answer in answers])
+    def _encode_answers(
+        self, text: str, answers: Sequence[tuple[int, int, bool]], seams: Sequence[int] = ()
+    ) -> TokenizedConversation:
+        """answers: (begin, end, whether it is trained on), as offsets in the text. seams: of other answers."""
+        encoded = self._encode_with_seams(text, [*seams, *(answer[0] for answer in answers)])
         tokens = np.array([token for token, _ in encoded], dtype=np.int32)
         starts = np.array([start for _, start in encoded], dtype=np.int64)
-        is_special = np.isin(tokens, list(self.tokenizer.special_tokens))
+        is_special = np.isin(tokens, [*self.tokenizer.special_tokens, *self._following_ids])
         assistant_mask = np.zeros(len(tokens), dtype=bool)
         for begin, end, is_learned in answers:
             inside = (starts >= begin) & (starts < end)
@@ -166,23 +209,20 @@ class ChatFormat:
         """
         encoded = self.tokenizer.encode_with_offsets(text)
         starts = {start for _, start in encoded}
-        cuts = [seam for seam in seams if seam not in starts and seam < len(text)]
-        if not cuts or self._adds_space:
+        cuts = {seam for seam in seams if seam not in starts and seam < len(text)}
+        if not cuts:
             return encoded
-        pieces = [0, *cuts, len(text)]
+        added = self.tokenizer.special_tokens.keys() | self.tokenizer.other_added_tokens.keys()
+        added_starts = [start for token, start in encoded if token in added]  # where a text may be cut anyway
+        resumed = {start for seam in cuts if (start := next((s for s in added_starts if s > seam), None)) is not None}
         return [
             (token, first + start)
-            for first, last in pairwise(pieces)
-            for token, start in self.tokenizer.encode_with_offsets(text[first:last])
+            for first, last in pairwise([0, *sorted(cuts | resumed), len(text)])
+            for token, start in self.tokenizer.encode_with_offsets(text[first:last], continues=first in cuts)
         ]
 
-    @cached_property
-    def _adds_space(self) -> bool:
-        """Whether the tokenizer puts a space before a text, so that parts have different tokens than the whole."""
-        return not b"".join(map(self.tokenizer.token_bytes, self.tokenizer.encode("a"))).startswith(b"a")
-
     def _check_content(self, content: str) -> None:
-        match = self._special_tokens_pattern.search(content)
+        match = self._reserved_pattern.search(content)
         if match is not None:
             raise UnreadableError(f"has the special token '{printable(match[0])}' in a message: leave it out")
 
@@ -211,6 +251,15 @@ def special_token_settings(config: Mapping[str, Any], token_map: Mapping[str, An
     """
     first, last = (token_map, config) if "added_tokens_decoder" in config else (config, token_map)
     return {**first, **{name: value for name, value in last.items() if value is not None}}
+
+
+def named_tokens(tokenizer_files: Mapping[str, str]) -> dict[str, str]:
+    """The special tokens that a tokenizer's files (content by name) name, such as `pad_token`, as texts."""
+    config, token_map = (
+        _read_tokenizer_config(tokenizer_files, name) for name in (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE)
+    )
+    named = special_token_settings(config, token_map).items()
+    return {name: text for name, token in named if name.endswith("_token") and (text := special_token_text(token))}
 
 
 def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -247,7 +296,9 @@ def special_token_text(token: Any) -> str | None:
 
 CHAT_PREFIX = "chat:"
 _PROBE = "Xyzzy"  # an answer
+_ASKED = ({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _PROBE})
 TRAIN_FIELDS = ("weight", "train", "training")  # of a message, in OpenAI's and axolotl's files
+_ABOUT_TRAINING = re.compile(r"train|learn|loss|weight|mask", re.IGNORECASE)  # names of fields beside `messages`
 MAX_MESSAGES = 1000  # per conversation
 
 
@@ -505,9 +556,13 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
         if any("\ud800" <= character <= "\udfff" for character in content):
             raise _InvalidRecordError(f"has half a surrogate pair in {location}")
         _check_train_fields(message, location)
-    for name in TRAIN_FIELDS:
-        if record.get(name) in (0, False):
-            raise _InvalidRecordError(f'has a "{name}" that says not to train on the conversation,')
+    for name, value in record.items():
+        is_refused = (
+            name in TRAIN_FIELDS and not _is_neutral(value) and (isinstance(value, str) or value not in (1, True))
+        )
+        if is_refused or (value in (0, False) and _ABOUT_TRAINING.search(name)):
+            label = printable(json.dumps(name))[:40]
+            raise _InvalidRecordError(f"has a {label} that says not to train on the conversation: leave it out,")
     if all(message["role"] != ASSISTANT for message in messages):
         raise _InvalidRecordError("has no message of the assistant")
     untrained = [
@@ -529,6 +584,8 @@ def _check_train_fields(message: Mapping[str, Any], location: str) -> None:
     """Raise for a field that is neither true nor false, or that asks to train on a message that is not an answer."""
     for name in TRAIN_FIELDS:
         value = message.get(name)
+        if _is_neutral(value):
+            continue
         is_answer = message["role"] == ASSISTANT
         allowed = (None, 0, False, 1, True) if is_answer else (None, 0, False)
         if isinstance(value, str | list | dict) or value not in allowed:

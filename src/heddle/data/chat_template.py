@@ -6,7 +6,7 @@ counted, so rendering ends within MAX_UNITS units, or is refused.
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import wraps
 from typing import Any
@@ -199,10 +199,22 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def _tested_for_truth(test: nodes.Node) -> Iterator[str]:
+    """Yield the names that a condition reads as true or false."""
+    if isinstance(test, nodes.Name):
+        yield test.name
+    elif isinstance(test, nodes.Not):
+        yield from _tested_for_truth(test.node)
+    elif isinstance(test, nodes.And | nodes.Or):
+        yield from _tested_for_truth(test.left)
+        yield from _tested_for_truth(test.right)
+
+
 def unknown_names(text: str) -> list[str]:
     """Return the names that a template reads and nothing sets; they are empty when it is rendered.
 
-    Names that the template tests (`is defined`, `default(…)`) are left out. Raises UnreadableError.
+    Names that the template tests (`is defined`, `default(…)`, `if name`, `name or …`) or sets in some of its branches
+    are left out. Raises UnreadableError.
     """
     template = ChatTemplate(text)
     tree = template.parsed
@@ -212,6 +224,11 @@ def unknown_names(text: str) -> list[str]:
         for node in tree.find_all(kind)
         if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name)
     }
+    tests: list[nodes.Node] = [node.test for node in tree.find_all(nodes.If)]
+    tests += [node.test for node in tree.find_all(nodes.CondExpr)]
+    tests += [node.left for node in tree.find_all(nodes.Or)]
+    asked |= {name for test in tests for name in _tested_for_truth(test)}
+    asked |= {node.target.name for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)}
     known = {*template.globals, *KNOWN_NAMES, *asked}
     names = template.names - known
     return sorted(name for name in names if not name.endswith("_token"))

@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import re
+import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,8 +23,10 @@ from heddle.progress import printable
 # Text files may be compressed: they are read as a stream, and refused if they decompress to too much.
 
 
-COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
-JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".gzip", ".zstd", ".lzma")
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".ldjson")
+MAYBE_RECORDS = (".json", ".jl", "")  # the first bytes decide: .jl is Scrapy's records, or Julia's source
+_TAR_SUFFIXES = (".tgz", ".tbz2", ".txz", ".tzst")
 # Beyond MAX_BYTES_OF_ANY_RATIO, decompressed text may be at most MAX_RATIO times as large as the compressed bytes.
 MAX_BYTES_OF_ANY_RATIO = 64 * 1024 * 1024
 MAX_RATIO = 100
@@ -76,12 +79,14 @@ def text_suffix(path: Path) -> str:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading its text, decompressed if its name ends in `.gz`, `.zst`, `.bz2` or `.xz`.
+    """Open a file for reading its text, decompressed if its name ends in one of `COMPRESSED_SUFFIXES`.
 
     Raises UnreadableError, also while it is read, if it is not a file, is damaged or decompresses to too much.
     """
     check_is_file(path)
     suffix = path.suffix.lower()
+    if suffix in _TAR_SUFFIXES:
+        raise UnreadableError("is a tar archive: give the files in it")
     try:
         with open(path, "rb") as file:
             if suffix not in COMPRESSED_SUFFIXES:
@@ -144,7 +149,7 @@ def _zstd_stream(file: BinaryIO) -> Any:
 
 
 class _XZStream:
-    """Reads an .xz file with a memory limit, which `lzma.LZMAFile` does not have."""
+    """Reads an .xz or .lzma file with a memory limit, which `lzma.LZMAFile` does not have."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._decoder = file, lzma.LZMADecompressor(memlimit=MAX_XZ_MEMORY)
@@ -170,6 +175,7 @@ _STREAMS: dict[str, Callable[[BinaryIO], Any]] = {
     ".bz2": bz2.BZ2File,
     ".xz": _XZStream,
 }
+_STREAMS |= {".gzip": _STREAMS[".gz"], ".zstd": _zstd_stream, ".lzma": _XZStream}
 
 # A document is at most this many bytes of UTF-8.
 MAX_DOCUMENT_BYTES = 64 * 1024
@@ -190,6 +196,7 @@ _WRAPPED_ARRAY = re.compile(
     rb'"(?P<name>[^"\\]*+)"\s*+:\s*+\[\s*+\{',
     re.DOTALL,
 )
+_AROUND_RECORDS = b" \t\r\n,\x1e"  # with the comma of an array's line, and the mark of JSON text sequences
 _GAP = re.compile(r"[ \t\r\n,]*")
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # how "surrogateescape" keeps a byte that is not UTF-8
 _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
@@ -198,9 +205,10 @@ _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
 def read_documents(path: Path, field: str = "text", skipped: SkippedRecords | None = None) -> Iterator[str]:
     """Yield the documents of one file, in order; for JSON records, the text of `field`.
 
-    Records are the lines of a `.jsonl`, `.ndjson` or `.jsonlines` file, and the objects in the array or on the lines of
-    a `.json` file. A record without text, or a broken one, is left out and counted in `skipped`; a file without any
-    text is refused. A compressed file's name also has `.gz`, `.zst`, `.bz2` or `.xz`. A WARC file is refused.
+    Records are the lines of a file of `JSON_LINES_SUFFIXES`, and the objects in the array or on the lines of a `.json`
+    file, a `.jl` file or one without a suffix; a `.json` file may be a single record. A record without text, or a
+    broken one, is left out and counted in `skipped`; a file without any text is refused. A compressed file's name also
+    has one of `COMPRESSED_SUFFIXES`. A WARC file is refused.
 
     A file of at most 64 KiB is one document. A longer file is split into documents of at most 64 KiB: after the last
     blank line that fits, else the last line end, else the last space, else between two characters. Joined, the
@@ -212,19 +220,28 @@ def read_documents(path: Path, field: str = "text", skipped: SkippedRecords | No
         raise UnreadableError("is a WARC file: write the text of its records to a .jsonl file, with warcio for example")
     skipped = SkippedRecords() if skipped is None else skipped
     with open_text(path) as file:
-        if suffix in JSON_LINES_SUFFIXES:
-            yield from _json_documents(_parsed_lines(file), field, path, skipped)
-            return
         first = file.read(_BLOCK_BYTES)
-        rest = _Continued(first, file)
-        kind = _records_of(first) if suffix == ".json" else None
-        if kind is None:
+        records = _records(first, file, suffix)
+        if records is None:
             if suffix == ".json":
+                first += file.read(MAX_JSON_LINE_BYTES - len(first)) if len(first) == _BLOCK_BYTES else b""
+                if _is_object(first) and isinstance(json.loads(first).get(field), str):
+                    yield from _json_documents(iter([(1, json.loads(first))]), field, path, skipped)
+                    return
                 _refuse_wrapped_records(first, field)
             yield from _text_documents(first, file)
         else:
-            records = _parsed_lines(rest) if kind == "lines" else _parsed_array(rest)
             yield from _json_documents(records, field, path, skipped)
+
+
+def _records(first: bytes, file: BinaryIO, suffix: str) -> Iterator[tuple[int, Any]] | None:
+    """The records of a file that begins with `first`, as `_parsed_lines` yields them; None for plain text."""
+    kind, rest = _records_of(first), _Continued(first, file)
+    if suffix in JSON_LINES_SUFFIXES:
+        kind = "array" if kind == "array" else "lines"
+    if kind is None or suffix not in (*JSON_LINES_SUFFIXES, *MAYBE_RECORDS):
+        return None
+    return _parsed_lines(rest) if kind == "lines" else _parsed_values(rest, is_array=kind == "array")
 
 
 def _refuse_tar(first: bytes) -> None:
@@ -273,18 +290,30 @@ class _Continued:
 
 
 def _records_of(first: bytes) -> str | None:
-    """How a `.json` file holds records: an "array" with objects, objects on "lines", or None for plain text."""
+    """How a file holds records: an "array" with objects, objects on "lines", other "objects"; None for plain text."""
     head = first.removeprefix(_BYTE_ORDER_MARK).lstrip()
     if _ARRAY_OF_OBJECTS.match(head):
         return "array"
     lines = [line for line in head.split(b"\n", _RECORD_LINES)[:_RECORD_LINES] if not line.isspace() and line]
     begins = all(line.startswith(b"{") or line.strip() == b"null" for line in lines)
-    return "lines" if len(lines) > 1 and begins and any(map(_is_object, lines)) else None
+    if len(lines) > 1 and begins and any(map(_is_object, lines)):
+        return "lines"
+    return "objects" if head.startswith(b"{") and _object_follows(head) else None
+
+
+def _object_follows(head: bytes) -> bool:
+    """Whether an object, on several lines, ends in `head` and another one begins after it."""
+    text = head.decode("utf-8", "ignore")
+    try:
+        end = json.JSONDecoder().raw_decode(text)[1]
+    except (ValueError, RecursionError):
+        return False
+    return text[end:].lstrip().startswith("{")
 
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(json.loads(line.strip(_AROUND_RECORDS)), dict)
     except (ValueError, RecursionError):
         return False
 
@@ -363,9 +392,8 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
     """
     with open_text(path) as file:
         first = file.read(_BLOCK_BYTES)
-        is_array = text_suffix(path) == ".json" and _records_of(first) == "array"
-        rest = _Continued(first, file)
-        for number, record in _parsed_array(rest) if is_array else _parsed_lines(rest):
+        records = _records(first, file, text_suffix(path))
+        for number, record in _parsed_lines(_Continued(first, file)) if records is None else records:
             if isinstance(record, UnreadableError):
                 raise record
             yield number, record
@@ -384,18 +412,18 @@ def _parsed_lines(file: BinaryIO | _Continued) -> Iterator[tuple[int, Any]]:
             continue
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)
-        if line.isspace():
+        if not line.strip().strip(_AROUND_RECORDS):
             continue
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = json.loads(line.strip(_AROUND_RECORDS).decode("utf-8"))
         except (ValueError, RecursionError):
             yield number, UnreadableError(f"has no valid UTF-8 JSON on line {number}: give one object per line")
         else:
             yield number, record
 
 
-def _parsed_array(file: BinaryIO | _Continued) -> Iterator[tuple[int, Any]]:
-    """Yield the number and value of each item of an array, with 16 MB of it in memory; of a broken item, the error.
+def _parsed_values(file: BinaryIO | _Continued, is_array: bool) -> Iterator[tuple[int, Any]]:
+    """Yield the number and value of each item, of an array or not, with 16 MB in memory; of a broken item, the error.
 
     After a broken item, the next one begins on a line of its own, indented as the first; otherwise the rest is one.
     """
@@ -406,14 +434,17 @@ def _parsed_array(file: BinaryIO | _Continued) -> Iterator[tuple[int, Any]]:
         block = file.read(_BLOCK_BYTES)
         return bytes_decoder.decode(block, final=not block)
 
-    text = more().lstrip()[1:]
+    text = more().lstrip()[int(is_array) :]
     start = len(text) - len(text.lstrip())
     next_item = "\n" + text[:start].rpartition("\n")[2] + "{"
     while True:
         gap = _GAP.match(text, start)
         assert gap is not None
         start = gap.end()
-        if text.startswith("]", start):
+        if start == len(text) and (block := more()):
+            text, start = block, 0
+            continue
+        if text.startswith("]", start) or (start == len(text) and not is_array):
             return
         try:
             value, end = decoder.raw_decode(text, start)
@@ -460,5 +491,5 @@ def _json_documents(
         if not names:
             raise UnreadableError(skipped.reason)
         listed = ", ".join(list(names)[:8])
-        remedy = f"name one with hf:{printable(str(path))},text={next(iter(names))}"
+        remedy = f"name one with {shlex.quote(f'hf:{printable(str(path))},text={next(iter(names))}')}"
         raise UnreadableError(f'has no text in "{field}", but fields with text ({listed}): {remedy}')

@@ -22,6 +22,7 @@ from heddle.data.cache import CACHE_REMEDY, DataCache, report_damage
 from heddle.data.documents import (
     JSON_LINES_SUFFIXES,
     MAX_JSON_LINE_BYTES,
+    MAYBE_RECORDS,
     SkippedRecords,
     UnreadableError,
     check_is_file,
@@ -110,7 +111,7 @@ def list_dataset_files(dataset: HFDataset) -> list[Path]:
     """Return the files of the split, in order. Raises DataError, naming the existing splits, if it is missing."""
     path = dataset.path
     if path.is_file():
-        if text_suffix(path) not in DATASET_SUFFIXES:
+        if text_suffix(path) not in (*DATASET_SUFFIXES, *MAYBE_RECORDS):
             raise DataError(
                 f"{dataset.display_name} is not a {', '.join(DATASET_SUFFIXES)} file: "
                 "give one, or a folder of such files."
@@ -143,7 +144,7 @@ def read_column(path: Path, skipped: SkippedRecords | None, column: str) -> Iter
     times as large as the file.
     """
     suffix, skipped = path.suffix.lower(), SkippedRecords() if skipped is None else skipped
-    if text_suffix(path) in (*JSON_LINES_SUFFIXES, ".json"):
+    if text_suffix(path) in (*JSON_LINES_SUFFIXES, *MAYBE_RECORDS):
         yield from read_documents(path, column, skipped)
         return
     pyarrow = import_pyarrow()

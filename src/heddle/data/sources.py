@@ -27,7 +27,7 @@ TEXT_SUFFIXES = frozenset(
     .hh .hpp .cu .cuh .m .mm .cs .java .kt .kts .scala .go .rs .swift .js .jsx .mjs .ts .tsx .rb .php .pl .pm .lua .r
     .jl .hs .ml .mli .fs .clj .ex .exs .erl .elm .lisp .el .scm .sh .bash .zsh .fish .ps1 .sql .css .scss .xml .yaml
     .yml .toml .ini .cfg .json .proto .cmake .f .f90 .f95 .zig .nim .dart .v .sv .vhd .s .asm .srt .vtt .po .log
-    .parquet .warc .wet
+    .ldjson .parquet .warc .wet
     """.split()  # noqa: SIM905
 )
 # Left out of folders, with a message: only a part of such a file is text for a reader.

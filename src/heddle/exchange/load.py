@@ -17,7 +17,7 @@ from heddle.exchange.dequantized_folder import DESCRIPTION, DequantizedFolder
 from heddle.exchange.family import Family, ModuleNames, TensorRule, WeightMap, family_of, parameter_name
 from heddle.exchange.family_match import design_from_config, differences
 from heddle.exchange.imported_checkpoint import ImportedModel
-from heddle.exchange.safetensors_folder import CONFIG_FILE, SafetensorsFolder
+from heddle.exchange.safetensors_folder import CONFIG_FILE, IGNORED_TENSORS, SafetensorsFolder
 from heddle.exchange.tokenizer_files import chosen_tokenizer, read_tokenizer_files
 from heddle.model.config import ModelConfig, MultiTokenConfig
 from heddle.model.decoder import Decoder, build
@@ -31,12 +31,6 @@ EMBEDDING, HEAD_WEIGHT = "embed.weight", "head.weight"
 HF_HEAD_WEIGHTS = (
     "lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight", "decoder.weight",
 )  # fmt: skip
-# Buffers that older files of any family hold: inverse frequencies and tables of RoPE, positions, causal masks.
-IGNORED_TENSORS = (
-    "*inv_freq", "*rotary_*.cos", "*rotary_*.sin", "*freqs_cis", "rope.freqs", "*position_ids", "*token_type_ids",
-    "*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.masked_bias", "*.embed_positions",
-    "*causal_mask", "*_extra_state",
-)  # fmt: skip
 # Words that wrappers insert into tensor names: torch.compile, data parallelism, FSDP, checkpointing.
 WRAPPERS = ("_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # Suffixes of tensors that are left over where quantized weights were loaded and saved again.
@@ -44,8 +38,14 @@ QUANTIZATION_LEFTOVERS = (
     ".qweight", ".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".input_scale", ".SCB",
     ".weight_format", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".zero_point", ".weight_packed",
     ".weight_scale_2", ".weight_global_scale", ".weight_shape", ".weight_g_idx", ".weight_zero_point",
-    ".input_global_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".act_scales",
+    ".input_global_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".act_scales", ".wscale",
+    ".weight_scales", ".scale",
 )  # fmt: skip
+# Words in the names of tensors that an adapter adds, or puts in the place of a weight.
+ADAPTER_WORDS = {
+    "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "base_layer", "ia3_l",
+    "modules_to_save", "original_module", "hada_w1_a", "lokr_w1", "vera_lambda_b", "oft_r",
+}  # fmt: skip
 
 
 def load(
@@ -195,7 +195,8 @@ def _check_tensor(
         if dtype not in (torch.int64, torch.int32):
             raise CheckpointError(f"{source} is of type {dtype}; it holds ids, which are int64 or int32")
     elif not dtype.is_floating_point or dtype.itemsize == 1:
-        raise CheckpointError(f"{source} is of type {dtype}; heddle reads unquantized floating-point weights")
+        remedy = "save the weights dequantized, or restore the config that says how they are quantized"
+        raise CheckpointError(f"{source} is of type {dtype}, as quantized weights are; {remedy}")
     if tuple(shape) != tuple(expected := weight_map.hf_shape(rule)):
         raise CheckpointError(f"{source} has shape {list(shape)}, the config needs {list(expected)}")
 
@@ -342,9 +343,13 @@ class _WeightLoader:
             elif own_name.endswith(QUANTIZATION_LEFTOVERS) or DESCRIPTION in own_name:
                 remedy = "save the weights dequantized, or restore the config that says how they are quantized"
                 raise CheckpointError(f"{source} is left over from quantized weights; {remedy}")
+            elif ADAPTER_WORDS & {*own_name.split(".")}:
+                remedy = "merge it with peft's `merge_and_unload`, save that, and import it"
+                raise CheckpointError(f"{source} is of an adapter inside the model; {remedy}")
             else:
+                remedy = "restore its config.json, or save the model without that tensor"
                 raise CheckpointError(
-                    f"{source} belongs to no part of a {self.family.architecture} with this config; restore it"
+                    f"{source} belongs to no part of a {self.family.architecture} with this config; {remedy}"
                 )
         self._fill_absent()
         for name in self.missing:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,12 @@ def text_model_name(name: str) -> str:
     return name
 
 
+# Buffers that older files of any family hold: inverse frequencies and tables of RoPE, positions, causal masks.
+IGNORED_TENSORS = (
+    "*inv_freq", "*rotary_*.cos", "*rotary_*.sin", "*freqs_cis", "rope.freqs", "*position_ids", "*token_type_ids",
+    "*.attn.bias", "*.attn.masked_bias", "*.attention.bias", "*.attention.masked_bias", "*.embed_positions",
+    "*causal_mask", "*attn_mask", "*.tril", "*cos_cached", "*sin_cached", "*_extra_state",
+)  # fmt: skip
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -197,12 +204,40 @@ class SafetensorsFolder:
                     raise CheckpointError(
                         f"{self.folder / INDEX_FILE}: tensor '{tensor}' is said to be in {name!r}; restore it"
                     )
-                if not (self.folder / name).is_file():
-                    raise CheckpointError(f"{self.folder / name}: shard is missing; download it again")
             self._index = shards
-            return sorted(set(shards.values()))
+            return self._existing_shards(shards)
+        if shards_alone := self._shards_without_index():
+            return shards_alone
         self._refuse_unsafe_formats()
         raise CheckpointError(f"{self.folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; download the weights")
+
+    def _existing_shards(self, shards: Mapping[str, str]) -> list[str]:
+        """The shards of an index, without missing ones whose tensors are buffers or in other shards."""
+        names = sorted(set(shards.values()))
+        existing = [name for name in names if (self.folder / name).is_file()]
+        if len(existing) < len(names):
+            held = {tensor for name in existing for tensor in self._specs(name)}
+            for tensor, name in shards.items():
+                is_needed = tensor not in held and not any(fnmatchcase(tensor, f"{each}*") for each in IGNORED_TENSORS)
+                if name not in existing and is_needed:
+                    raise CheckpointError(f"{self.folder / name}: shard is missing; download it again")
+        return existing
+
+    def _shards_without_index(self) -> list[str]:
+        """All shards of a folder that lacks their index. Raises CheckpointError where one of them is missing."""
+        names = sorted(path.name for path in self.folder.glob("model-*-of-*.safetensors"))
+        count = names[0].removesuffix(".safetensors").rpartition("-")[2] if names else ""
+        shards = list[str]()
+        for number in range(1, int(count) + 1 if count.isdecimal() else 1):
+            shards.append(f"model-{number:05}-of-{count}.safetensors")
+            if shards[-1] not in names:
+                raise CheckpointError(f"{self.folder / shards[-1]}: shard is missing; download it again")
+        return shards
+
+    def _specs(self, file: str) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        refuse_lfs_pointer(self.folder / file)
+        with self._saved_by_heddle():
+            return read_tensor_specs(self.folder / file, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS)
 
     def _refuse_unsafe_formats(self) -> None:
         for name in sorted(os.listdir(self.folder)):
@@ -236,14 +271,11 @@ class SafetensorsFolder:
         """The file, dtype and shape of every tensor, from the headers alone."""
         for file in self.tensor_files:
             refuse_lfs_pointer(self.folder / file)
-        with self._saved_by_heddle():
-            return {
-                self._name(name): (file, dtype, shape)
-                for file in self.tensor_files
-                for name, (dtype, shape) in read_tensor_specs(
-                    self.folder / file, self.records.get(file), READ_FLAGS_FOLLOWING_LINKS
-                ).items()
-            }
+        return {
+            self._name(name): (file, dtype, shape)
+            for file in self.tensor_files
+            for name, (dtype, shape) in self._specs(file).items()
+        }
 
     def _name(self, stored_name: str) -> str:
         """The name of a tensor in newer files and in the text model."""

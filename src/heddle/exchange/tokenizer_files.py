@@ -74,7 +74,7 @@ def read_tokenizer_files(
                 },
                 ADDED_TOKENS_FILE,
             )
-        with_added = _with_added_tokens(text, backend, *added, folder)
+        with_added = _with_added_tokens(text, backend, *added, named, folder)
         with_added = _with_named_tokens(with_added, backend, named, vocab_limit, folder)
         if with_added != text:
             text, backend = with_added, read_backend(with_added, str(path))
@@ -162,43 +162,71 @@ def _bos_ids(backend: Backend, named: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(bos_ids) if bos_id is None else (bos_id,)
 
 
-def _with_added_tokens(text: str, backend: Backend, added: Any, file: str, folder: Path) -> str:
+def _with_added_tokens(
+    text: str, backend: Backend, added: Any, file: str, named: Mapping[str, Any], folder: Path
+) -> str:
     """The tokenizer.json with the tokens that another file adds by id, as transformers adds them.
 
     Raises ConfigError for a token that would get another id there.
     """
+    special, is_changed = set(_named_tokens(named)), False
     entries = added.items() if isinstance(added, dict) else ()
-    missing = [(key, entry) for key, entry in entries if backend.token_to_id(special_token_text(entry) or "") is None]
-    for key, entry in sorted(missing, key=lambda pair: (len(pair[0]), pair[0])):
+    for key, entry in sorted(entries, key=lambda pair: (len(pair[0]), pair[0])):
         content = special_token_text(entry)
-        if content is None or key != str(backend.get_vocab_size()):
+        known = None if content is None else backend.token_to_id(content)
+        if content is None or (known is None and key != str(backend.get_vocab_size())):
             raise ConfigError(f"{folder / file}: adds token {key}, which does not fit {TOKENIZER_FILE}; re-save both")
-        flags = {name: entry[name] for name in TOKEN_FLAGS if name in entry}
-        backend.add_tokens([AddedToken(content, **flags)])
-    return backend.to_str() if missing else text
+        flags = _flags(entry) | ({"special": True} if content in special else {})
+        if known is None or not _is_added(backend, known, flags):
+            backend.add_tokens([AddedToken(content, **flags)])
+            is_changed = True
+    return backend.to_str() if is_changed else text
 
 
-def _named_tokens(named: Mapping[str, Any]) -> list[str]:
-    """The special tokens that settings name, in the order in which transformers adds those that are missing."""
+def _flags(token: Any) -> dict[str, bool]:
+    """The flags that settings give a token."""
+    return {name: bool(token[name]) for name in TOKEN_FLAGS if name in token} if isinstance(token, dict) else {}
+
+
+def _is_added(backend: Backend, token_id: int, flags: Mapping[str, bool]) -> bool:
+    """Whether a token is split off from a text with these flags; some files differ in `normalized` to no effect."""
+    token = backend.get_added_tokens_decoder().get(token_id)
+    return token is not None and all(getattr(token, name) == flags[name] for name in flags if name != "normalized")
+
+
+def _named_tokens(named: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
+    """The special tokens that settings name, with flags, in the order in which transformers adds missing ones."""
     extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
     others = [name for name in named if name.endswith("_token") and name not in TOKEN_NAMES]
     tokens = [named.get(name) for name in (*TOKEN_NAMES, *others)]
-    tokens += extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
-    return list(dict.fromkeys(text for token in tokens if (text := special_token_text(token))))
+    for more in (named.get("model_specific_special_tokens"), extra):
+        tokens += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+    found: dict[str, dict[str, bool]] = {}
+    for token in tokens:
+        if text := special_token_text(token):
+            found.setdefault(text, _flags(token) | {"special": True})
+    return found
 
 
 def _with_named_tokens(text: str, backend: Backend, named: Mapping[str, Any], vocab_limit: int, folder: Path) -> str:
-    """The tokenizer.json with the special tokens that settings name and it lacks, as transformers adds them.
+    """The tokenizer.json with the special tokens that settings name, as transformers adds them.
 
     A token without a row of the embedding is left out, with a warning: a text with it could not be read.
     """
-    missing = [token for token in _named_tokens(named) if backend.token_to_id(token) is None]
-    fitting = missing[: max(0, vocab_limit - backend.get_vocab_size())]
-    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in fitting])
-    if left_out := missing[len(fitting) :]:
+    is_changed, left_out = False, list[str]()
+    for token, flags in _named_tokens(named).items():
+        known = backend.token_to_id(token)
+        if known is None and backend.get_vocab_size() >= vocab_limit:
+            left_out.append(token)
+        elif known is None or not _is_added(backend, known, {"special": True}):
+            added = None if known is None else backend.get_added_tokens_decoder().get(known)
+            own = {} if added is None else {name: getattr(added, name) for name in TOKEN_FLAGS}
+            backend.add_special_tokens([AddedToken(token, **{"normalized": False} | flags | own | {"special": True})])
+            is_changed = True
+    if left_out:
         names = ", ".join(map(repr, left_out[:4]))
         print_status(f"warning: {folder}: special tokens without a row of the embedding are left out: {names}")
-    return backend.to_str() if fitting else text
+    return backend.to_str() if is_changed else text
 
 
 def _eos_ids(

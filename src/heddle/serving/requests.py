@@ -58,21 +58,43 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "metadata": (_ANY,),
     "prompt_cache_key": (_ANY,),
     "safety_identifier": (_ANY,),
+    "prompt_cache_retention": (_ANY,),
+    "verbosity": ("medium",),
+    "top_logprobs": (0,),
     # of vLLM, SGLang and llama.cpp, at their defaults
     "min_p": (0,),
+    "typical_p": (1,),
     "repetition_penalty": (1,),
+    "repeat_penalty": (1,),
     "length_penalty": (1,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
     "min_tokens": (0,),
+    "min_new_tokens": (0,),
+    "priority": (0,),
     "ignore_eos": (False,),
+    "no_stop_trim": (False,),
     "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "timings_per_token": (False,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),  # of a chat: its template writes them
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # without special tokens there are none between
     "add_generation_prompt": (True,),
+    "separate_reasoning": (True, False),
     "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "bad_words": ([],),
+    "cache_prompt": (_ANY,),
+    "request_id": (_ANY,),
 }
-# The same for an assistant message that a client sends back unchanged.
-_NEUTRAL_OF_MESSAGE: dict[str, tuple[Any, ...]] = {
-    name: (None, [], "", {}) for name in ("refusal", "annotations", "audio", "function_call")
-}
+_UNSET = (("seed", -1), ("max_tokens", -1))  # llama.cpp's for a random seed, and for no limit of its own
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # of a message's field that is not read
 
 
 class RequestError(Exception):
@@ -213,8 +235,15 @@ class RequestReader:
         """
         fields = parse_object(body)
         fields = {name: value for name, value in fields.items() if value is not None}
+        fields = {name: value for name, value in fields.items() if (name, value) not in _UNSET}
         for name in sorted(set(fields) - _FIELDS[kind]):
             if _is_neutral(fields[name], _NEUTRAL.get(name, ())):
+                continue
+            if name == "logit_bias" and isinstance(fields[name], dict) and not any(fields[name].values()):
+                continue
+            if name == "best_of" and fields[name] == fields.get("n", 1):  # every text is returned
+                continue
+            if name == "add_special_tokens" and kind == "completions" and fields[name] is True:
                 continue
             if home := next((_PATHS[other] for other in _FIELDS if name in _FIELDS[other]), None):
                 raise RequestError(f"{name}: is read at {home} only; ask there, or leave it out", name)
@@ -331,6 +360,8 @@ class RequestReader:
         if kind == "text":
             return None
         schema: Any = {"type": "object"}
+        if kind == "json_object" and form.get("schema") is not None:  # as llama.cpp's
+            schema = form["schema"]
         if kind == "json_schema":
             inner = form.get("json_schema")
             schema = inner.get("schema") if isinstance(inner, dict) else None
@@ -360,7 +391,7 @@ class RequestReader:
 
     def _refuse_special_tokens(self, value: Any, field: str) -> None:
         """Raise RequestError if a client's text has a special token, which only the template may write."""
-        specials = self.tokenizer.special_tokens.values()
+        specials = self.chat_format.reserved_texts if self.chat_format else self.tokenizer.special_tokens.values()
         if any(special in text for text in _texts_in(value) for special in specials):
             raise RequestError(f"{field}: a content contains a special token of the model; leave it out", field)
 
@@ -394,15 +425,15 @@ class RequestReader:
         if role == "tool":
             read |= {name: _text(message, name, "") for name in ("tool_call_id", "name") if message.get(name)}
         for name in sorted(set(message) - {"role", "content", "name"} - set(read)):
-            if name == "tool_calls" and not message[name]:
-                continue
-            if not _is_neutral(message[name], _NEUTRAL_OF_MESSAGE.get(name, (None,))):
+            if not _is_neutral(message[name], _NOTHING):
                 raise RequestError(
                     f"messages: this server does not support {shorten_value(name)}; leave it out", "messages"
                 )
         content = message.get("content")
         if isinstance(content, list):
             content = self._joined_parts(content)
+        if content is None and role == ASSISTANT and "tool_calls" not in read:  # an empty answer, sent back
+            content = ""
         if not isinstance(content, str) and not (content is None and "tool_calls" in read):
             raise RequestError("messages: a content must be a string, or a list of text parts", "messages")
         for value in (content or "", read):
@@ -418,7 +449,7 @@ class RequestReader:
         for call in calls:
             function = call["function"]
             try:
-                arguments = json.loads(function.get("arguments", "{}"), parse_constant=_refuse_constant)
+                arguments = json.loads(function.get("arguments") or "{}", parse_constant=_refuse_constant)
             except (TypeError, ValueError, RecursionError):
                 arguments = None
             if not isinstance(arguments, dict):

@@ -95,6 +95,35 @@ def _longest_replacement(characters: str) -> int:
     return max(1, *map(len, texts.split("\0")))
 
 
+def without_added_space(backend: BackendTokenizer) -> tuple[Any, Any]:
+    """Return the normalizer and the pre-tokenizer of a text that goes on: without steps that put a space before it."""
+    steps = [backend.normalizer, backend.pre_tokenizer]
+    settings = [None if step is None else _without_added_space(json.loads(step.__getstate__())) for step in steps]
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    bare: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "post_processor": None,
+        "decoder": None,
+        "model": model,
+    }
+    changed = BackendTokenizer.from_str(json.dumps(bare | dict(zip(_STEPS, settings, strict=False))))
+    return changed.normalizer, changed.pre_tokenizer
+
+
+def _without_added_space(step: dict[str, Any]) -> dict[str, Any]:
+    inner = {
+        name: [_without_added_space(each) for each in step[name] if each.get("type") != "Prepend"]
+        for name in ("normalizers", "pretokenizers")
+        if name in step
+    }
+    if step.get("type") == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    metaspace = {"prepend_scheme": "never"} if step.get("type") == "Metaspace" else {}
+    spaces = {"add_prefix_space": False} if "add_prefix_space" in step else {}
+    return step | inner | metaspace | spaces
+
+
 def is_backend_error(error: BaseException) -> bool:
     """Whether `tokenizers` failed: it raises bare Exception, and panics are not Exceptions. A signal is neither."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,7 @@ from heddle.tokenization.backend import (
     find_eod_id,
     is_backend_error,
     read_backend,
+    without_added_space,
 )
 from heddle.tokenization.fast_encoder import FastEncoder, fast_encoder
 from heddle.tokenization.token_bytes import (
@@ -61,7 +63,8 @@ class Tokenizer:
     A native tokenizer (`is_native`: trained or checked by heddle) round-trips any Unicode text exactly and begins each
     text with `eod_id`, a token that no text contains. An imported tokenizer behaves as its files say. `bos_ids` precede
     each text, `eos_ids` end a text, `eod_id` separates documents in training. `special_tokens` maps the ids of special
-    tokens to their text. `hash` identifies the tokenizer by its content.
+    tokens to their text, `other_added_tokens` the ids of other added tokens. `hash` identifies the tokenizer by its
+    content.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Tokenizer:
         With `boundary_tokens` the tokenizer is imported, and `json_text` is the content of its tokenizer.json.
         Raises DataError for a native tokenizer that does not round-trip.
         """
+        self._lock = threading.RLock()  # settings of the backend change while a text is encoded
         backend.no_truncation()
         backend.no_padding()
         if isinstance(backend.model, models.BPE):
@@ -87,6 +91,9 @@ class Tokenizer:
         backend.encode_special_tokens = True
         added_tokens = backend.get_added_tokens_decoder()
         self.special_tokens = {i: token.content for i, token in added_tokens.items() if token.special}
+        self.other_added_tokens = {
+            i: token.content for i, token in added_tokens.items() if not token.special and token.content.strip()
+        }
         self._token_bytes = read_token_bytes(backend, name)
         self.unused_token_ids = self._token_bytes.unused_token_ids
         self.vocab_size = len(self._token_bytes.by_id)
@@ -100,8 +107,13 @@ class Tokenizer:
         self.hash = hashlib.sha256(f"{self.bos_ids}{self.eos_ids}{json_text}".encode()).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for pickle and copy, without the fast encoder, which is made again when needed."""
-        return {name: value for name, value in self.__dict__.items() if name != "_fast_encoder"}
+        """The state for pickle and copy, without the lock and the fast encoder, which is made again when needed."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_fast_encoder", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state of `__getstate__`."""
+        self.__dict__ |= state
+        self._lock = threading.RLock()
 
     @property
     def eod_id(self) -> int:
@@ -202,16 +214,18 @@ class Tokenizer:
         """
         if self.is_native:
             return self.encode_batch([text])[0]
-        self._backend.encode_special_tokens = False
-        try:
-            return self.encode_batch([text])[0]
-        finally:
-            self._backend.encode_special_tokens = True
+        with self._lock:
+            self._backend.encode_special_tokens = False
+            try:
+                return self.encode_batch([text])[0]
+            finally:
+                self._backend.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of documents, encoded in parallel; names of special tokens are plain characters."""
         try:
-            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            with self._lock:
+                encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:
             raise DataError("a text holds half a surrogate pair, which is not Unicode: repair the text.") from error
         except BaseException as error:
@@ -233,13 +247,23 @@ class Tokenizer:
     def _fast_encoder(self) -> FastEncoder | None:
         return fast_encoder(self._backend, self._token_bytes.by_id) if self.is_native else None
 
-    def encode_with_offsets(self, text: str) -> list[tuple[int, int]]:
-        """Return (id, index of its first character) of each token; names of special tokens become the tokens."""
-        self._backend.encode_special_tokens = False
-        try:
-            encoded = self._backend.encode(text, add_special_tokens=False)
-        finally:
-            self._backend.encode_special_tokens = True
+    def encode_with_offsets(self, text: str, continues: bool = False) -> list[tuple[int, int]]:
+        """Return (id, index of its first character) of each token; names of special tokens become the tokens.
+
+        continues: whether other text precedes, so that no space is added before this one.
+        """
+        with self._lock:
+            steps, processor = (self._backend.normalizer, self._backend.pre_tokenizer), self._backend.post_processor
+            self._backend.encode_special_tokens = False
+            self._backend.post_processor = None  # it may move a token's start behind its spaces
+            try:
+                if continues:
+                    self._backend.normalizer, self._backend.pre_tokenizer = without_added_space(self._backend)
+                encoded = self._backend.encode(text, add_special_tokens=False)
+            finally:
+                self._backend.encode_special_tokens, self._backend.post_processor = True, processor
+                if continues:
+                    self._backend.normalizer, self._backend.pre_tokenizer = steps
         return [(token, start) for token, (start, _) in zip(encoded.ids, encoded.offsets, strict=True)]
 
     @cached_property

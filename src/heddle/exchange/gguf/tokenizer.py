@@ -8,13 +8,14 @@ begin a word start with ▁ there, and tokens that continue one have no ##; text
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Engine
 
-from heddle.data.chat import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, chat_template_text, turn_end_ids
+from heddle.data.chat import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, chat_template_text, named_tokens, turn_end_ids
 from heddle.errors import DataError, shorten_value
 from heddle.progress import print_status
 from heddle.tokenization.backend import MAX_RUN_LENGTH, read_backend
@@ -32,6 +33,20 @@ NAMED_TOKENS = {
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "mask_token": "mask",
     "sep_token": "seperator",  # as a GGUF spells it
 }  # fmt: skip
+# Texts of tokens that llama.cpp takes for control tokens whatever their type, and for ends of a text.
+END_TEXTS = """
+<|eot_id|> <|im_end|> <|end|> <end_of_turn> <turn|> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] [EOS] <eos> </s>
+<｜end▁of▁sentence｜> <end_of_utterance> <|eom_id|> <|return|> <|call|> <|calls|> <|flush|>
+""".split()  # noqa: SIM905
+# The same of tokens around code to fill in, where no key names the token.
+FILL_TEXTS = {
+    "fim_pre": "<|fim_prefix|> <fim_prefix> <fim-prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>",
+    "fim_suf": "<|fim_suffix|> <fim_suffix> <fim-suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>",
+    "fim_mid": "<|fim_middle|> <fim_middle> <fim-middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>",
+    "fim_pad": "<|fim_pad|> <fim_pad> <fim-pad> <PAD> [PAD]",
+    "fim_rep": "<|fim_repo|> <fim-repo> <|repo_name|> <REPO> <reponame>",
+    "fim_sep": "<|file_sep|>",
+}
 NO_SCORE = -1000.0  # of tokens that no merge makes, as in Gemma's files
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -100,7 +115,7 @@ def _sentencepiece_keys(data: dict[str, Any], tokens: dict[int, str], token_type
     for token, index in vocabulary.items():
         if token in BYTE_TOKENS:
             token_types[index] = BYTE
-        elif token == unknown and token_types[index] != CONTROL:
+        elif token == unknown:
             token_types[index] = UNKNOWN
     for index, kind in token_types.items():
         if kind == USER_DEFINED:
@@ -219,6 +234,12 @@ def _special_token_keys(tokenizer: Tokenizer) -> dict[str, Any]:
         keys["bos_token_id"] = tokenizer.bos_ids[0]
     if eos_ids:
         keys["eos_token_id"] = eos_ids[0]
+    added = tokenizer.special_tokens | tokenizer.other_added_tokens
+    vocabulary = {text: token for token, text in added.items()}
+    for name, text in named_tokens(tokenizer.companion_files).items():
+        token = vocabulary.get(text)
+        if name in ("pad_token", "mask_token", "sep_token") and token is not None and token not in eos_ids:
+            keys[f"{NAMED_TOKENS[name]}_token_id"] = token
     turn_ends = [token for token in (*turn_end_ids(tokenizer), *eos_ids[1:]) if token not in eos_ids[:1]]
     if turn_ends:  # llama.cpp has one place more
         keys["eot_token_id"] = turn_ends[0]
@@ -242,11 +263,12 @@ def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
     if len(tokens) > rows:
         raise DataError(f"{source}: has {len(tokens)} tokens, but the embedding only {rows} rows; download it again")
     try:
-        kinds = list(zip(tokens, types or [NORMAL] * len(tokens), strict=True))
+        kinds = _as_llama_cpp_reads(keys, list(zip(tokens, types or [NORMAL] * len(tokens), strict=True)))
         _check_unique(kinds, source)
         if kind == SENTENCEPIECE:
             prefix = keys.get("tokenizer.ggml.add_space_prefix", True)
             unknown = keys.get("tokenizer.ggml.unknown_token_id", -1)
+            _check_scores(kinds, scores, source)
             text = _sentencepiece_json(kinds, scores, prefix, tokens[unknown] if unknown >= 0 else None)
         elif kind == WORDPIECE:
             text = _wordpiece_json(kinds, *(_token_id(keys, name, token) for name, token in WORDPIECE_IDS.items()))
@@ -260,6 +282,30 @@ def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
         raise DataError(f"{source}: its tokenizer is damaged ({error}); download it again") from error
 
 
+def _as_llama_cpp_reads(keys: "Keys", kinds: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The tokens with their types; some texts make a control token whatever the file says."""
+    unnamed = [texts for name, texts in FILL_TEXTS.items() if keys.get(f"tokenizer.ggml.{name}_token_id", -1) < 0]
+    controls = {*END_TEXTS, *" ".join(unnamed).split()}
+    return [(token, CONTROL if kind in (NORMAL, USER_DEFINED) and token in controls else kind) for token, kind in kinds]
+
+
+def _check_scores(kinds: list[tuple[str, int]], scores: list[float], source: str) -> None:
+    """Raise DataError for scores that give no order: llama.cpp then joins tokens by their place in a text."""
+    vocabulary = {token for token, kind in kinds if kind != UNUSED}
+    by_score: dict[float, list[str]] = {}
+    for (token, kind), score in zip(kinds, scores, strict=True):
+        if kind == NORMAL:
+            by_score.setdefault(score, []).append(token)
+    for score, tokens in by_score.items():
+        if len(tokens) > 1 or math.isnan(score):
+            parts = ((token[:end], token[end:], token) for token in tokens for end in range(1, len(token)))
+            joined = {token for first, second, token in parts if first in vocabulary and second in vocabulary}
+            if len(joined) > 1 or (joined and math.isnan(score)):
+                what = f"token {shorten_value(min(joined))} has no score of its own ({score})"
+                remedy = "give the model's tokenizer.json with `--tokenizer FILE`"
+                raise DataError(f"{source}: {what}, so the order of merges is not known; {remedy}")
+
+
 def _check_unique(kinds: list[tuple[str, int]], source: str) -> None:
     """Raise DataError where two ids have one text: a text would be cut into the second one alone."""
     ids: dict[str, int] = {}
@@ -269,16 +315,30 @@ def _check_unique(kinds: list[tuple[str, int]], source: str) -> None:
             raise DataError(f"{source}: its tokens {ids[token]} and {index} are both {shorten_value(token)}; {remedy}")
 
 
+def _known_id(keys: "Keys", name: str, count: int) -> int:
+    """The id of a key; −1 without one, or, with a printed warning, where it is not below the count of tokens."""
+    token = keys.get(key := f"tokenizer.ggml.{name}_token_id", -1)
+    if not count <= token:
+        return token
+    if token < 2**31:  # above: no token, as llama.cpp writes it
+        print_status(f"warning: {keys.source}: key '{key}' is {token}, but it has only {count} tokens; it is left out")
+    return -1
+
+
 def _boundary_tokens(keys: "Keys", kind: str, pre: str) -> BoundaryTokens:
     """The tokens that begin and end a text, and the chat template. Without a key for BOS, llama.cpp's default."""
-    names = ("bos", "eos", "eot", "eom")
-    bos, *ends = (keys.get(f"tokenizer.ggml.{name}_token_id", -1) for name in names)
+    tokens = keys.get("tokenizer.ggml.tokens", list[str]())
+    bos, *ends = (_known_id(keys, name, len(tokens)) for name in ("bos", "eos", "eot", "eom"))
+    types = keys.get("tokenizer.ggml.token_type", list[int]()) or [NORMAL] * len(tokens)
+    controls = _as_llama_cpp_reads(keys, list(zip(tokens, types, strict=True)))
+    places = {token: index for index, (token, kind) in enumerate(controls) if kind == CONTROL}
+    is_markup = {token for token, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED and token == "</s>"}
+    ends += [places[text] for text in END_TEXTS if text in places.keys() - is_markup]
     begins = keys.get("tokenizer.ggml.add_bos_token", kind == SENTENCEPIECE or pre in BEGINS_BY_DEFAULT) and bos >= 0
     if kind == WORDPIECE:
         begins, bos = True, _token_id(keys, "bos", WORDPIECE_IDS["bos"])
         ends = [bos]  # each text begins with it, and no other token ends one
     template = keys.get("tokenizer.chat_template", "")
-    tokens = keys.get("tokenizer.ggml.tokens", list[str]())
     ids = {name: keys.get(f"tokenizer.ggml.{key}_token_id", -1) for name, key in NAMED_TOKENS.items()}
     named: dict[str, Any] = {name: tokens[token] for name, token in ids.items() if 0 <= token < len(tokens)}
     if kind == WORDPIECE:  # BERT's names: a text has a class token and separators, and no token that ends it
@@ -295,7 +355,7 @@ def _bpe_json(kinds: list[tuple[str, int]], merges: list[str], splits: tuple[str
     """The tokenizer.json of a byte-level BPE. kinds: (token, its type) of each id."""
     engine = Engine(
         models.BPE(
-            {token: index for index, (token, kind) in enumerate(kinds) if kind in (NORMAL, CONTROL, USER_DEFINED)},
+            {token: index for index, (token, kind) in enumerate(kinds) if kind != UNUSED},
             [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)],
             ignore_merges=ignore_merges,
         )
@@ -310,7 +370,8 @@ def _bpe_json(kinds: list[tuple[str, int]], merges: list[str], splits: tuple[str
 def _sentencepiece_json(kinds: list[tuple[str, int]], scores: list[float], prefix: bool, unknown: str | None) -> str:
     """The tokenizer.json of SentencePiece's BPE. prefix: whether a space is added before each text."""
     vocabulary = {token: index for index, (token, kind) in enumerate(kinds) if kind != UNUSED}
-    scored = {token: score for (token, kind), score in zip(kinds, scores, strict=True) if kind == NORMAL}
+    joined = (NORMAL, USER_DEFINED)
+    scored = {token: score for (token, kind), score in zip(kinds, scores, strict=True) if kind in joined}
     merges = _merges_of_scores(scored, vocabulary)
     falls_back = vocabulary.keys() >= set(BYTE_TOKENS)
     engine = Engine(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=falls_back))
@@ -370,7 +431,8 @@ def _with_begin_token(text: str, begin: list[tuple[int, str]]) -> str:
 
 
 def _with_added_tokens(engine: Engine, kinds: list[tuple[str, int]]) -> str:
-    engine.add_special_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == CONTROL])
+    special = [AddedToken(token, normalized=False) for token, kind in kinds if kind in (CONTROL, UNKNOWN)]
+    engine.add_special_tokens(special)
     engine.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
     text: str = engine.to_str()
     return text
