@@ -1,8 +1,10 @@
 """The covering array over the choices of tests/pairs.py: greedy, and the same on every machine.
 
 python -m tests.covering      writes tests/goldens/refused_pairs.txt: the pairs of choices that no design can have
+                              and tests/goldens/designs.jsonl: a few designs that have nearly every option of the cases
 """
 
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from heddle.config import Config, Part
+from heddle.config import Config, Part, parse_config
 from heddle.errors import ConfigError
 from heddle.model.config import ModelConfig
 from tests.cases import CASES, case
@@ -43,6 +45,7 @@ from tests.pairs import (
 Key = TypeVar("Key", int, str)
 
 GOLDEN = Path(__file__).parent / "goldens/refused_pairs.txt"
+DESIGNS = Path(__file__).parent / "goldens/designs.jsonl"
 IN_LAYERS = (MIXER, POSITION, FORWARD)
 RESIDUAL = "residual"
 SIZES = ("repeat", "vocab_size")  # of which any other number is as good
@@ -266,7 +269,12 @@ def options_of_cases() -> set[str]:
 @cache
 def uncovered_cases() -> list[str]:
     """A few cases that have, together, every option of the cases that no design of `designs_with_every_option` has."""
-    covered = set().union(*map(options_of, designs_with_every_option()))
+    return cases_beside(designs_with_every_option())
+
+
+def cases_beside(designs: list[ModelConfig]) -> list[str]:
+    """A few cases that have, together, every option of the cases that none of these designs has."""
+    covered = set().union(*map(options_of, designs))
     return fewest({name: options_of(case(name)) - covered for name in CASES})
 
 
@@ -340,7 +348,13 @@ def richest(left: set[str], generator: random.Random, plain: float) -> Draft:
 
 @cache
 def designs_with_every_option() -> list[ModelConfig]:
-    """A few designs that have, together, nearly every option of the cases: greedy."""
+    """A few designs that have, together, nearly every option of the cases: those of the golden file."""
+    lines = DESIGNS.read_text(encoding="utf-8").splitlines()
+    return [parse_config(ModelConfig, json.loads(line)) for line in lines]
+
+
+def greedy_designs() -> list[ModelConfig]:
+    """Designs that have, together, nearly every option of the cases, each with what is left of them."""
     generator, chosen, left, failures = random.Random(0), [], set(options_of_cases()), 0
     while left and failures < PATIENCE:
         outcome = attempt(richest(left, generator, plain=0.5 * failures / PATIENCE))
@@ -382,3 +396,6 @@ if __name__ == "__main__":
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text("".join(f"{line}\n" for line in refused_lines()), encoding="utf-8")
     print(f"{GOLDEN.name}: {len(covering().refused)} pairs are refused")
+    from tests.merged_designs import write_designs
+
+    print(f"{DESIGNS.name}: {write_designs()} designs")

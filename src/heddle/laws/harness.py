@@ -64,8 +64,8 @@ def model_under_test(config: ModelConfig, dtype: torch.dtype = torch.float64) ->
         if models is None or sum(parameter.numel() for parameter in model.parameters()) > MAX_CACHED_PARAMETERS:
             return model.to(dtype)
         models[config] = model
-    tables = [table for module in model.modules() for table in vars(module).values() if isinstance(table, dict)]
-    # Most of a copy's time goes into a module's empty tables of hooks: each gets a new one at once.
+    tables = [table for module in model.modules() for table in vars(module).values() if isinstance(table, dict | set)]
+    # Most of a copy's time goes into a module's empty tables and sets of hooks: each gets a new one at once.
     return copy.deepcopy(model, {id(table): type(table)() for table in tables if not table}).to(dtype)
 
 
