@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from heddle.cli.serve import ServedModel, chat_page
+from heddle.lab.conformance.page import conformance_page
+from heddle.lab.conformance.run import NOT_SEEN, WRONG, Finding
 from heddle.lab.explore.page import explorer_page
 from heddle.lab.pages.conversion import conversion_page
 from heddle.lab.pages.judge import judge_page
@@ -31,9 +33,14 @@ JUDGED: dict[str, Any] = {
          "sentence": "", "against": 1, "incumbent": False},
     ],
 }  # fmt: skip
+FINDINGS = [
+    Finding("llama", "plain", "logits", "whole", WRONG, 0.1, 1e-5, bug="<script>"),
+    Finding("llama", "plain", "cuts", "cut", NOT_SEEN, reason="</ul><script>"),
+]
 # Ladders and inspections are parsed by the tests of their own pages.
 PAGES: dict[str, Callable[[], str]] = {
     "chat": lambda: chat_page([LOOM], 64),
+    "conformance": lambda: conformance_page("<b>engine</b>", "fp32", FINDINGS),
     "conversion": lambda: conversion_page(single()),
     "explorer": explorer_page,
     "judge": lambda: judge_page(JUDGED),
