@@ -198,7 +198,7 @@ def test_reports(chromium: Browser, tmp_path: Path) -> None:
         assert page.evaluate("document.documentElement.scrollHeight") < screens * 900, name
     page = open_page(chromium, tmp_path / "deep.html", width=PHONE)
     drawn = (
-        "[...document.querySelectorAll('.map canvas')].filter(each => each.clientWidth > 0 && each.width > 3).length"
+        "[...document.querySelectorAll('.map canvas')].filter(each => each.checkVisibility() && each.width > 3).length"
     )
     assert page.evaluate(drawn) == 6 * 4
     page.locator(".maps summary").last.click()

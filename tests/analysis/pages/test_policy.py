@@ -162,3 +162,17 @@ def test_characters_that_reorder_text_are_shown_by_their_numbers(character: str)
 def test_no_line_ends_at_plus_minus() -> None:
     shown = environment().from_string("<p>{{ sentence }}</p>").render(sentence="adds 0.012 ± 0.003 bits")
     assert "0.012 ±\u00a00.003 bits" in shown
+
+
+@pytest.mark.parametrize("mark", ["\u202a", "\u202e", "\u2066", "\u2069"])
+def test_a_text_that_turns_others_around_is_shown_as_it_is(mark: str) -> None:
+    """In what is read, in attributes, and in the data of scripts; a mark of one character stays."""
+    findings = [Finding(f"lla{mark}ma", "pla\u200fin", "logits", "whole", WRONG, reason=f"a{mark}b")]
+    pages = (
+        conformance_page(f"eng{mark}ine", "fp32", findings),
+        judge_page(JUDGED | {"proposals": [JUDGED["proposals"][0] | {"name": f"lo{mark}om"}]}),
+    )
+    for page in pages:
+        assert mark not in page
+        assert f"\\u{ord(mark):04x}" in page
+    assert "\u200f" in pages[0]

@@ -150,7 +150,7 @@
       const fold = create("details"), last = Math.min(index + FOLDED_LAYERS, layers.length) - 1;
       rows = create("div", "rows");
       fold.open = !isNarrow || index === 0;
-      fold.addEventListener("toggle", () => fold.open && redraw());
+      fold.addEventListener("toggle", () => fold.open && smallMaps.forEach((map) => drawSmall(...map)));
       fold.append(create("summary", "", last > index ? `Layers ${index} to ${last}` : `Layer ${index}`), rows);
       $("maps").append(isNarrow && layers.length > FOLDED_LAYERS ? fold : rows);
     }
