@@ -73,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     "conversion": FLOOR_4 | {"data", "exchange", "settings", "storage", "tokenization", "training"},  # decision 52
     "lab": LAB | {"lab.bench"},  # decision 106: what studies models; no other room imports it
     "lab.bench": LAB | {"exchange.transformers", "lab"},  # the peer
-    "lab.conformance": LAB | {"exchange.transformers", "laws"},  # an engine; other values of options
+    "lab.conformance": LAB | {"exchange.transformers", "lab", "laws"},  # an engine; a page; other values of options
     "lab.judge": LAB | {"lab", "laws"},  # refuses what breaks a law; decision 148
     "lab.plan": LAB | {"lab", "lab.bench"},  # a rank of a process group that is not there; the limits of a CPU
     "serving": FLOOR_4 | {"data", "generation", "settings", "signals", "tokenization"},

@@ -144,6 +144,22 @@ def test_an_altered_run_is_named_and_the_others_are_listed(folder: Path, capsys:
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["deep/a", "new"]
 
 
+def test_a_log_of_zeros_is_named_by_every_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a disk leaves it after a loss of power."""
+    run = write_run(tmp_path / "run", [8.0, 4.0])
+    (run / LOG_FILE).write_bytes(bytes((run / LOG_FILE).stat().st_size))
+    for words in (
+        ["runs", str(tmp_path)],
+        ["verify", str(run)],
+        ["watch", str(tmp_path), "--out", str(tmp_path / "w")],
+    ):
+        run_command(words)
+        shown = "".join(capsys.readouterr())
+        page = tmp_path / "w"
+        assert "log.jsonl: line 1" in shown + (page.read_text(encoding="utf-8") if page.is_file() else ""), words
+        assert "holds no runs" not in shown
+
+
 @pytest.mark.parametrize(("arguments", "sentence"), [(["none"], "none:"), ([".", "--sort", "luck"], "'luck'")])
 def test_errors_are_a_sentence(
     arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -15,6 +15,8 @@ import heddle
 from heddle.cli.main import run_command
 from heddle.config import kind_class, kinds, parse_config
 from heddle.errors import ConfigError
+from heddle.lab.conformance.page import conformance_page
+from heddle.lab.conformance.run import NOT_SEEN, PROPERTIES, RIGHT, WRONG, Finding
 from heddle.lab.explore.choices import SLOTS, published_designs
 from heddle.lab.explore.page import explorer_page
 from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page
@@ -156,8 +158,12 @@ def check_page(chromium: Browser, address: Path | str) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{address} scrolls at {width} px"
         background = page.evaluate("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").split(",")
         assert (int(background[0]) < 90) == dark
-        page.wait_for_function(DRAWN)
-        assert page.evaluate(HIDDEN_WORDS) == [], f"{address} at {width} px"
+        for fold in ("", "opened"):
+            if fold:
+                page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+            page.wait_for_function(DRAWN)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{address} {fold} scrolls"
+            assert page.evaluate(HIDDEN_WORDS) == [], f"{address} {fold} at {width} px"
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement !== document.body || !document.querySelector('a, button, input')")
 
@@ -166,6 +172,7 @@ def test_reports(chromium: Browser, tmp_path: Path) -> None:
     model = model_under_test(
         parse_config(ModelConfig, cases.design(cases.layer(cases.attention(heads=4, kv_heads=2, window=3))))
     )
+    deep = model_under_test(parse_config(ModelConfig, cases.design(*[cases.layer(cases.attention(heads=4))] * 24)))
     inspected = InspectedModel("loom", 12345, ["start", " a", "b", "<c>"])
     runs = [
         RunSummary(name, 2, 4, 200, "bits_per_byte", 2.0, 2.5, 100.0, 1e9, {}, [(100, 3.0), (200, 2.0)])
@@ -178,11 +185,37 @@ def test_reports(chromium: Browser, tmp_path: Path) -> None:
         "inspection": inspect_page(inspected, inspect_layers(model, [3, 1, 4, 1])),
         "runs": runs_page(runs, ["", "width 32"]),
         "judge": judge_page(judged()),
+        "deep": inspect_page(inspected, inspect_layers(deep, [3, 1, 4, 1])),
+        "conformance": conformance_page("engine", "fp32", findings()),
+        "no mistake": conformance_page("engine", "fp32", [each for each in findings() if each.status != WRONG]),
     }
     for name, text in pages.items():
         file = tmp_path / f"{name}.html"
         file.write_text(text, encoding="utf-8")
         check_page(chromium, file)
+    for name, screens in {"sweep": 6, "conversion": 4, "deep": 3}.items():  # at first, what is long is folded
+        page = open_page(chromium, tmp_path / f"{name}.html", width=PHONE)
+        assert page.evaluate("document.documentElement.scrollHeight") < screens * 900, name
+    page = open_page(chromium, tmp_path / "deep.html", width=PHONE)
+    drawn = (
+        "[...document.querySelectorAll('.map canvas')].filter(each => each.checkVisibility() && each.width > 3).length"
+    )
+    assert page.evaluate(drawn) == 6 * 4
+    page.locator(".maps summary").last.click()
+    page.wait_for_function(f"{drawn} === 12 * 4")
+    page = open_page(chromium, tmp_path / "deep.html")
+    assert page.evaluate(drawn) == 24 * 4
+    assert page.locator("tbody tr").last.inner_text().split("\n")[1].startswith("as layer 0")
+
+
+def findings() -> list[Finding]:
+    """Of four models what a kit finds, with a long reason that no line holds."""
+    words = {RIGHT: "", WRONG: "it raised an error", NOT_SEEN: f"{'its.module.function' * 4} does not support it"}
+    return [
+        Finding(f"family{number}", "with-a-long-name-of-its-own", name, "whole", status, 0.1, 1e-5, reason=reason)
+        for number in range(4)
+        for name, (status, reason) in zip(PROPERTIES, list(words.items()) * len(PROPERTIES), strict=False)
+    ]
 
 
 def judged() -> dict[str, Any]:

@@ -23,12 +23,13 @@ from heddle.lab.conversion import convert as convert_module
 from heddle.lab.conversion import measure as measure_module
 from heddle.lab.conversion import run as run_module
 from heddle.lab.conversion.convert import _ConversionJob
-from heddle.lab.conversion.results import parse_results
+from heddle.lab.conversion.results import harmed_models, parse_results
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.load_config import load_config
 from heddle.storage.file_io import read_json_file
 from heddle.storage.folder import read_folder
 from heddle.storage.model import find_model_folder, load, save
+from heddle.storage.run_log import read_log
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training import loop
 from heddle.training.built_models import BuiltModels, build_models
@@ -379,8 +380,7 @@ def test_a_sweep_that_chose_not_to_heal_keeps_to_it(
     monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [6.0])
     assert run_command(words) == 0
     assert "the budget chose: --heal" in capsys.readouterr().err
-    left = sorted(path.name for path in (tmp_path / "sweep.work").iterdir())
-    assert left == ["healing", "healing-2"]  # of both calls
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "sweep"]
 
 
 def test_a_budget_chooses_the_calibration_and_refuses_one_that_does_not_fit(
@@ -516,8 +516,67 @@ def test_methods_are_compared_before_and_after_healing(
     assert models == [("", "original"), *((mean, stage) for stage in stages), *((first, stage) for stage in stages)]
     names = [f"kv_heads-2-groups-contiguous-merge-{word}" for word in ("first", "mean")]
     assert sorted(path.name for path in (out / "models").iterdir()) == names
-    aside = tmp_path / "two.work" / "healing"
-    assert sorted(path.name for path in aside.iterdir()) == [f"{name}.work" for name in names]
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
+    assert all((out / "models" / name / "healing/log.jsonl").is_file() for name in names)
+
+
+def files_beside(out: Path) -> list[str]:
+    """What the work folder of a conversion holds."""
+    work = out.with_name(f"{out.name}.work")
+    return sorted(str(path.relative_to(work)) for path in work.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("stages", [[], ["--heal-stage", "50%:layers", "--heal-stage", "50%:logits"]])
+def test_a_finished_healing_leaves_its_log_and_no_checkpoint(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: list[str]
+) -> None:
+    """What a resume needs stays while a killed call can continue, also in the report."""
+    out, target = tmp_path / "out", ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
+    words = command(workspace, out, *target, "--heal", "512", *stages)
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_module, "report_conversion", dying_report)
+        assert run_command(words) == 130
+    assert any(name.startswith("heal/checkpoints/") for name in files_beside(out))
+    assert any(name.startswith("converted/") for name in files_beside(out))
+    assert run_command(words) == 0
+    results = parse_results(read_json_file(out / "convert.json"))
+    assert [model.stage for model in results.models] == ["original", "converted", "healed"]
+    assert not harmed_models(results)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    folders = ["healing", "healing-1"] if stages else ["healing"]
+    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == folders
+    for name in folders:
+        assert read_log(out / name)[-1]["step"] == 4 // len(folders)
+        assert not (out / name / "checkpoints").exists()
+    assert run_command(["verify", str(out)]) == 0
+    assert run_command(["runs", str(out)]) == 0
+
+
+def test_what_healing_made_worse_is_kept_as_it_was(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a sweep, too; without a report nobody knows, and one that comes later says that the model is healed."""
+    harm = ["--heal", "512", "--heal-lr", "0.5"]
+    out = tmp_path / "one"
+    assert run_command(command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean", *harm)) == 0
+    assert "kept in the folder that ends in .work" in capsys.readouterr().out
+    assert {name.partition("/")[0] for name in files_beside(out)} == {"converted"}
+    assert load(tmp_path / "one.work/converted")[0].config == load(out)[0].config
+    out = tmp_path / "two"
+    words = command(workspace, out, "--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", *harm)
+    assert run_command(words) == 0
+    harmed = {model.source for model in harmed_models(parse_results(read_json_file(out / "convert.json")))}
+    assert harmed
+    assert {name.split("/")[1] for name in files_beside(out)} == {f"{name}.work" for name in harmed}
+    assert {name.split("/")[2] for name in files_beside(out)} == {"converted"}
+    out = tmp_path / "three"
+    words = command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal", "256")
+    index = words.index("--report-tokens")
+    assert run_command([*words[:index], "--report-tokens", "0", *words[index + 2 :]]) == 0
+    assert not (tmp_path / "three.work").exists()
+    assert run_command(words) == 0
+    results = parse_results(read_json_file(out / "convert.json"))
+    assert [model.stage for model in results.models] == ["original", "healed"]
 
 
 def test_a_refused_healing_is_left_out_as_the_refusal_says(

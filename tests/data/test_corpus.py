@@ -1,5 +1,6 @@
 """A corpus is the same everywhere, encoded as far as needed, and read back from the cache."""
 
+import itertools
 import math
 import os
 import random
@@ -145,6 +146,26 @@ def test_the_cache_is_used_and_damage_is_repaired(texts: Path, cache: Path, monk
             path.write_bytes(damaged)
             assert make_corpus(texts, cache).hash == first.hash
             assert path.read_bytes() == content
+
+
+def test_files_of_another_text_in_the_cache_are_not_read_for_this_one(tmp_path: Path, cache: Path) -> None:
+    """Whole files, each with its right hash, but swapped; a file that is damaged is not what tells them apart."""
+    sources = [write_text(tmp_path / name, count) for name, count in (("one", 60), ("two", 70))]
+    hashes = [make_corpus(source, cache).hash for source in sources]
+    names: dict[str, list[Path]] = {}
+    for path in sorted(cache.iterdir()):
+        names.setdefault(path.suffix, []).append(path)
+    pairs = [(one, two) for paths in names.values() for one, two in itertools.combinations(paths, 2)]
+    assert len(pairs) >= 2
+    for one, two in pairs:
+        kept = one.read_bytes(), two.read_bytes()
+        one.write_bytes(kept[1])
+        two.write_bytes(kept[0])
+        assert [make_corpus(source, cache).hash for source in sources] == hashes, (one, two)
+        for source in sources:
+            assert all_text(make_corpus(source, cache)) == all_text(make_corpus(source, tmp_path / "other")), (one, two)
+        one.write_bytes(kept[0])
+        two.write_bytes(kept[1])
 
 
 def test_several_sources(texts: Path, cache: Path, tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
 """`heddle conformance`: small models that any engine can be checked with."""
 
 import json
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import click
 
@@ -13,9 +12,6 @@ from heddle import progress
 from heddle.errors import ConfigError
 from heddle.progress import print_text
 from heddle.settings import Argument, Json, Option, Quiet, VerbSettings
-
-if TYPE_CHECKING:
-    from heddle.lab.conformance.run import Finding
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "q8_0": "q8_0"}
 
@@ -93,7 +89,9 @@ def _run(settings: ConformanceSettings) -> None:
     if settings.junit is not None:
         write_file(settings.junit, junit(findings, settings.engine))
     if settings.page is not None:
-        write_file(settings.page, _page(settings, findings), "free space")
+        from heddle.lab.conformance.page import conformance_page
+
+        write_file(settings.page, conformance_page(settings.engine, settings.precision, findings), "free space")
     if settings.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -104,20 +102,3 @@ def _run(settings: ConformanceSettings) -> None:
         print_text(f"{len(findings)} cases: {', '.join(f'{count} {status}' for status, count in counts.items())}")
     if counts[WRONG]:
         raise click.exceptions.Exit(1)
-
-
-def _page(settings: ConformanceSettings, findings: "list[Finding]") -> str:
-    from heddle.lab.conformance.run import NOT_SEEN, PROPERTIES, WRONG, statuses
-    from heddle.lab.pages.render import render
-
-    return render(
-        "conformance.html",
-        title=f"Conformance of {settings.engine}",
-        engine=settings.engine,
-        precision=settings.precision,
-        cases=len(findings),
-        properties=[name for name in PROPERTIES if any(each.property == name for each in findings)],
-        models=statuses(findings),
-        wrong=[each for each in findings if each.status == WRONG],
-        reasons=Counter(each.reason for each in findings if each.status == NOT_SEEN),
-    )

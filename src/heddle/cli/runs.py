@@ -52,7 +52,8 @@ def runs(settings: RunsSettings) -> None:
     if order not in _ORDERS:
         raise ConfigError(f"--sort: '{printable(order)}' is not a column; choose from {', '.join(_ORDERS)}")
     summaries = []
-    for path in find_runs(folder):
+    found = find_runs(folder)
+    for path in found:
         try:
             summaries.append(summarize(path, folder))
         except CheckpointError as error:  # the others can still be listed
@@ -71,7 +72,7 @@ def runs(settings: RunsSettings) -> None:
         _print_columns(summaries, varying)
     elif summaries:
         _print_table(summaries, varying)
-    else:
+    elif not found:
         print_warning(f"{folder}: holds no runs; heddle train writes one")
 
 

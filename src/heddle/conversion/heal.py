@@ -11,7 +11,9 @@ train: layers first, then logits, then longer sequences.
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -39,7 +41,7 @@ from heddle.progress import print_status, print_warning
 from heddle.storage.file_io import read_json_file, refuse_existing, sync_folder, write_json_file
 from heddle.storage.folder import read_folder, write_folder
 from heddle.storage.model import WEIGHTS_FILE, load, model_tensors
-from heddle.storage.run_log import RUN_FILE, to_plain_json
+from heddle.storage.run_log import FINAL_FILE, LOG_FILE, RUN_FILE, to_plain_json
 from heddle.storage.tensor_file import DTYPES
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import EvaluationBudget, bits_and_bytes
@@ -100,6 +102,7 @@ LARGE_LOSS = 2.0  # nats per token added by a conversion; from there on the larg
 MIN_RATE_SHARE = 0.1
 RATE_ROWS = 16  # of the text, on which the added loss is measured
 RATE_FILE, CONVERTED_FOLDER, HEAL_FOLDER = "rate.json", "converted", "heal"  # in the work folder
+HEALING_FOLDER = "healing"  # in the model's folder, with the log of its healing
 HEALING_BATCH = 8  # rows
 SAVE_EVERY = 50  # steps
 ACTIVATION_BYTES = 2**30  # of the layers, in one step
@@ -297,6 +300,27 @@ def partial_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.work")
 
 
+def remove_work(work: Path, model: Path, keep_converted: bool = False) -> None:
+    """Remove what the work folder of a finished conversion holds to resume it: checkpoints and the converted model.
+
+    model: the folder of the healed model, into which the logs move: `healing`, and `healing-1`, … of later stages.
+    keep_converted: the converted model stays in the work folder.
+    """
+    for run in sorted(path for path in work.glob(f"{HEAL_FOLDER}*") if path.is_dir()):
+        log = model / run.name.replace(HEAL_FOLDER, HEALING_FOLDER, 1)
+        log.mkdir(exist_ok=True)
+        for file in (run / name for name in (RUN_FILE, LOG_FILE, FINAL_FILE)):
+            if file.is_file():
+                os.replace(file, log / file.name)
+        shutil.rmtree(run, ignore_errors=True)
+    for file in work.glob("rate*.json"):
+        file.unlink()
+    if not keep_converted:
+        shutil.rmtree(work / CONVERTED_FOLDER, ignore_errors=True)
+    with suppress(OSError):  # it holds the converted model, or nothing
+        work.rmdir()
+
+
 def interrupted_rows(out: Path) -> RowProtocol | None:
     """How an interrupted conversion to `out` began its rows; None if it has read no text."""
     work = partial_folder(out)
@@ -329,9 +353,9 @@ def convert_and_heal(
     is returned. evaluation: how much held-out text is read once it is healed. stages: each begins with what the one
     before it trained; none: one with the losses of the distillation.
     adapt_rate: multiply the learning rate by `rate_share` of the loss that the conversion added, or that is left when a
-    stage begins. The converted model and the runs lie in the folder `out`.work beside it, so the same call continues
-    after an interruption, with rows that begin as they did. Raises CheckpointError if `out` exists or the work folder
-    holds another conversion, and what `convert` and `train` raise.
+    stage begins. The converted model and the runs lie in the folder `out`.work beside it until `remove_work`, so the
+    same call continues after an interruption, with rows that begin as they did. Raises CheckpointError if `out` exists
+    or the work folder holds another conversion, and what `convert` and `train` raise.
     """
     refuse_existing(out, "the converted model")
     work = partial_folder(out)

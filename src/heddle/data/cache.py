@@ -43,7 +43,8 @@ class DataCache:
         if not os.path.lexists(path):
             return None
         try:
-            text = read_json_file(path).get("text")
+            saved = read_json_file(path)
+            text = saved.get("text") if saved.get("of") == path.name else None  # not a file of other inputs
         except CheckpointError:
             text = None
         if not isinstance(text, str):
@@ -52,8 +53,8 @@ class DataCache:
         return text
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write a text with its SHA-256, whole or not at all. Raises MachineError."""
-        write_json_file(path, {"text": text}, CACHE_REMEDY)
+        """Write a text with its SHA-256 and the file's name, whole or not at all. Raises MachineError."""
+        write_json_file(path, {"of": path.name, "text": text}, CACHE_REMEDY)
 
 
 def report_damage(path: Path) -> None:

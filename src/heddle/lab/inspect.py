@@ -179,7 +179,7 @@ def inspect_page(model: InspectedModel, layers: Sequence[LayerInspection]) -> st
         head_count=sum(layer.weights.heads for layer in layers if layer.weights is not None),
         tokens=tokens,
         state_contexts=[format_context(context) for context in (len(tokens), LONG_CONTEXT)],
-        rows=[(layer.mixer, _cells(layer)) for layer in layers],
+        rows=[(_mixer_words(layers, index), _cells(layer)) for index, layer in enumerate(layers)],
         weights={"tokens": tokens, "layers": [_script_data(layer) for layer in layers]},
     )
 
@@ -188,6 +188,12 @@ def visible_token(text: str) -> str:
     """A token in printable form: line breaks, tabs, a token of spaces and an empty token get a symbol."""
     symbols = text if text.strip() else text.replace(" ", "·")
     return symbols.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍") or "∅"
+
+
+def _mixer_words(layers: Sequence[LayerInspection], index: int) -> str:
+    """The mixer of a layer, or the first layer with the same one."""
+    first = next(number for number, layer in enumerate(layers) if layer.mixer == layers[index].mixer)
+    return layers[index].mixer if first == index else f"as layer {first}"
 
 
 def _cells(layer: LayerInspection) -> list[str]:

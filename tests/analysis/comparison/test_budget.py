@@ -167,6 +167,21 @@ def test_what_was_given_is_never_changed(folder: Path, tmp_path: Path, machine: 
     assert tokens >= budget.MIN_STEPS * STEP_TOKENS
 
 
+def test_a_warmup_longer_than_the_run_is_refused_or_follows_what_the_budget_chose(
+    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warmup = ["--warmup", "100000"]
+    assert compare(folder, tmp_path / "explicit", "--tokens", "64000", *warmup) == 2
+    assert "--warmup 100000: is longer than a run of" in capsys.readouterr().err
+    assert machine.trained == []
+    for _ in range(2):  # and again, when it is finished
+        assert compare(folder, tmp_path / "chosen", "--budget", "3m", *warmup) == 0
+        assert "the warmup takes a twentieth, not 100000" in capsys.readouterr().err
+    assert read_json_file(tmp_path / "chosen/plan.json")["warmup"] is None
+    assert compare(folder, tmp_path / "short", "--budget", "3m", "--warmup", "2") == 0
+    assert read_json_file(tmp_path / "short/plan.json")["warmup"] == 2
+
+
 def test_a_text_that_takes_long_shortens_the_training(
     folder: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

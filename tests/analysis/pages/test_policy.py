@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from heddle.cli.serve import ServedModel, chat_page
+from heddle.lab.conformance.page import conformance_page
+from heddle.lab.conformance.run import NOT_SEEN, WRONG, Finding
 from heddle.lab.explore.page import explorer_page
 from heddle.lab.pages.conversion import conversion_page
 from heddle.lab.pages.judge import judge_page
@@ -31,9 +33,14 @@ JUDGED: dict[str, Any] = {
          "sentence": "", "against": 1, "incumbent": False},
     ],
 }  # fmt: skip
+FINDINGS = [
+    Finding("llama", "plain", "logits", "whole", WRONG, 0.1, 1e-5, bug="<script>"),
+    Finding("llama", "plain", "cuts", "cut", NOT_SEEN, reason="</ul><script>"),
+]
 # Ladders and inspections are parsed by the tests of their own pages.
 PAGES: dict[str, Callable[[], str]] = {
     "chat": lambda: chat_page([LOOM], 64),
+    "conformance": lambda: conformance_page("<b>engine</b>", "fp32", FINDINGS),
     "conversion": lambda: conversion_page(single()),
     "explorer": explorer_page,
     "judge": lambda: judge_page(JUDGED),
@@ -155,3 +162,17 @@ def test_characters_that_reorder_text_are_shown_by_their_numbers(character: str)
 def test_no_line_ends_at_plus_minus() -> None:
     shown = environment().from_string("<p>{{ sentence }}</p>").render(sentence="adds 0.012 ± 0.003 bits")
     assert "0.012 ±\u00a00.003 bits" in shown
+
+
+@pytest.mark.parametrize("mark", ["\u202a", "\u202e", "\u2066", "\u2069"])
+def test_a_text_that_turns_others_around_is_shown_as_it_is(mark: str) -> None:
+    """In what is read, in attributes, and in the data of scripts; a mark of one character stays."""
+    findings = [Finding(f"lla{mark}ma", "pla\u200fin", "logits", "whole", WRONG, reason=f"a{mark}b")]
+    pages = (
+        conformance_page(f"eng{mark}ine", "fp32", findings),
+        judge_page(JUDGED | {"proposals": [JUDGED["proposals"][0] | {"name": f"lo{mark}om"}]}),
+    )
+    for page in pages:
+        assert mark not in page
+        assert f"\\u{ord(mark):04x}" in page
+    assert "\u200f" in pages[0]

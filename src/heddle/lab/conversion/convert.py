@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from heddle.conversion.heal import (
     healing_settings,
     parse_stages,
     partial_folder,
+    remove_work,
 )
 from heddle.conversion.rewrite import Rewrite, naming_layers
 from heddle.conversion.rewrites.window import Window
@@ -68,6 +70,7 @@ from heddle.lab.conversion.results import (
     SEARCH,
     ConversionResults,
     conversion_verdict,
+    harmed_models,
     measured_text_sentence,
 )
 from heddle.lab.conversion.run import (
@@ -422,9 +425,13 @@ class _ConversionJob:
             if report is not None:
                 results = report_conversion(conversion, out, report, others)
         choice.unlink(missing_ok=True)
-        for folder in (SEARCH_FOLDER, BASELINES_FOLDER) if self.goals else ():
-            remove_folder(partial_folder(out) / folder)
-        with suppress(OSError):  # keep what healing left
+        if self.goals:
+            remove_folder(partial_folder(out) / SEARCH_FOLDER)
+            shutil.rmtree(partial_folder(out) / BASELINES_FOLDER, ignore_errors=True)
+        if conversion is not None:
+            harmed = [] if results is None else [model.source for model in harmed_models(results)]
+            remove_work(partial_folder(out), out, out.name in harmed)
+        with suppress(OSError):  # it holds what healing made worse
             choice.parent.rmdir()
         if results is None:
             _warn_of_state(self.design, open_source(out).weights.design)

@@ -250,6 +250,16 @@ def healing_change(results: ConversionResults, model: ModelResult) -> Difference
     return difference([], []) if before is None else difference(model.windows, before.windows)
 
 
+def harmed_models(results: ConversionResults) -> list[ModelResult]:
+    """The models whose loss is higher after healing than before, or not finite."""
+    return [
+        model
+        for model in results.models
+        if model.stage == HEALED
+        and (finite_ratio(model.windows) is None or describe_change(healing_change(results, model)) == "worse")
+    ]
+
+
 def copying_gain(model: ModelResult) -> Difference:
     """Bits per byte of a span's second occurrence minus the first's: the lower, the more is copied."""
     return difference(model.repeated_spans, model.first_spans, TEXT_SPANS)
@@ -333,12 +343,12 @@ def conversion_verdict(results: ConversionResults) -> list[str]:
     sentences = _describe_untrained(results)
     sentences += _describe_pair(results, measured) if len(designs) == 1 else _describe_sweep(results, measured)
     sentences += _describe_baselines(results)
-    if harmed := [model for model in measured if describe_change(healing_change(results, model)) == "worse"]:
+    if harmed := [model for model in harmed_models(results) if model in measured]:
         worst = max(harmed, key=lambda model: healing_change(results, model).mean or 0.0)
         which = "the model" if len(designs) == 1 else f"{len(harmed)} of the models, most of all {worst.name}"
         amount = format_difference(healing_change(results, worst)).removeprefix("+")
         remedy = "heal for more tokens, with a lower --heal-lr, or with --heal-parameters touched"
-        kept = "the converted model is kept beside it, in the folder that ends in .work"
+        kept = "what was converted is kept in the folder that ends in .work"
         sentences.append(f"Healing made {which} worse, by {amount} bits per byte: {remedy}; {kept}.")
     if len(results.original.first_spans) and not copying_gain(results.original).resolved:
         sentences.append("The original hardly copies from its context, so recall says little here.")

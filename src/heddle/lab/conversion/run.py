@@ -23,7 +23,7 @@ from heddle.conversion.convert import (
     open_source,
     saved_conversion,
 )
-from heddle.conversion.heal import CONVERTED_FOLDER, interrupted_rows, partial_folder
+from heddle.conversion.heal import CONVERTED_FOLDER, interrupted_rows, partial_folder, remove_work
 from heddle.conversion.targets import ConversionVariant
 from heddle.conversion.weights import CalibrationText, build_model
 from heddle.data.corpus import Corpus
@@ -47,6 +47,7 @@ from heddle.lab.conversion.results import (
     ConversionResults,
     MeasuredText,
     ModelResult,
+    harmed_models,
     parse_results,
 )
 from heddle.lab.pages.conversion import PAGE_FILE, write_conversion_page
@@ -320,9 +321,12 @@ def original_model(source: ConversionSource) -> ModelToMeasure:
 
 
 def _written_models(name: str, method: str, folder: Path, with_stage: bool = False) -> list[ModelToMeasure]:
-    """The model in a folder; if it was healed, preceded by the converted one in `folder`.work."""
+    """The model in a folder; if it was healed, preceded by the converted one while it is in `folder`.work."""
     converted = partial_folder(folder) / CONVERTED_FOLDER
-    folders = {CONVERTED: converted, HEALED: folder} if converted.is_dir() else {CONVERTED: folder}
+    is_healed = saved_conversion(folder).get("healing") is not None
+    folders = {HEALED: folder} if is_healed else {CONVERTED: folder}
+    if is_healed and converted.is_dir():
+        folders = {CONVERTED: converted, **folders}
     models = []
     for stage, path in folders.items():
         source = open_source(path)
@@ -367,12 +371,17 @@ def report_variants(
     report = replace(report, warnings=(*report.warnings, *warnings))
     measured = measure_conversion(models, report, result / RESULTS_FILE)
     write_conversion_page(measured, result)
-    _move_work_aside(folder)
+    aside = _move_work_aside(folder)
     refuse_existing(out, "the report")
     os.rename(result, out)
-    with suppress(OSError):  # keep what healing left
-        result.parent.rmdir()
     sync_folder(out.parent)
+    harmed = {model.source for model in harmed_models(measured)}
+    for work in aside.glob("*"):
+        name = work.name.removesuffix(".work")
+        remove_work(work, out / MODELS_FOLDER / name, name in harmed)
+    for left in (aside, result.parent):
+        with suppress(OSError):  # it holds what healing made worse
+            left.rmdir()
     return measured
 
 
@@ -394,12 +403,11 @@ def _identity(conversion: Conversion) -> dict[str, Any]:
     return identity
 
 
-def _move_work_aside(folder: Path) -> None:
-    """Move the work of healing out of the models' folder, into the folder that stays beside `out`."""
-    left = sorted(folder.glob("*.work"))
-    if left:
-        names = itertools.chain(["healing"], (f"healing-{number}" for number in itertools.count(2)))
-        work = next(path for path in (folder.parent.parent / name for name in names) if not path.exists())
-        work.mkdir()
-        for path in left:
-            os.rename(path, work / path.name)
+def _move_work_aside(folder: Path) -> Path:
+    """Move the work of healing out of the models' folder, into a new one in the work folder; return its path."""
+    names = itertools.chain(["healing"], (f"healing-{number}" for number in itertools.count(2)))
+    work = next(path for path in (folder.parent.parent / name for name in names) if not path.exists())
+    work.mkdir()
+    for path in sorted(folder.glob("*.work")):
+        os.rename(path, work / path.name)
+    return work

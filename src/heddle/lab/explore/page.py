@@ -3,7 +3,6 @@
 import re
 from dataclasses import asdict
 from functools import cache
-from html import escape
 from typing import Any, NamedTuple
 
 from latex2mathml.converter import convert
@@ -200,18 +199,14 @@ def _start() -> dict[str, Any]:
 @cache
 def docstring_html(source: str) -> str:
     """A docstring as HTML, with its formulas as MathML."""
-    return "".join(_block(block) for block in BLOCK.split(source) if block.strip())
+    return render("docstring.html", blocks=[_block(block) for block in BLOCK.split(source) if block.strip()])
 
 
-def _block(block: str) -> str:
-    plain = escape(block, quote=False)
+def _block(block: str) -> dict[str, Any]:
+    """A block for the template: words, of which every second piece is code, drawn text, or lines of formulas."""
     if DIAGRAM.search(block) is None and not block.startswith("    "):
-        return "<p>" + CODE.sub(r"<code>\1</code>", plain) + "</p>"
+        return {"words": CODE.split(block)}
     lines = pieces_of(block)
     if lines is None:
-        return f"<pre>{plain}</pre>"
-    typeset = (
-        "".join(convert(piece.text) if piece.is_formula else f"<span>{escape(piece.text)}</span>" for piece in line)
-        for line in lines
-    )
-    return f'<div class="formula">{"".join(f"<div>{line}</div>" for line in typeset)}</div>'
+        return {"drawn": block}
+    return {"lines": [[Markup(convert(text)) if is_latex else text for text, is_latex in line] for line in lines]}

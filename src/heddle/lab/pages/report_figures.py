@@ -348,7 +348,7 @@ def length_figure(report: Report) -> Figure | None:
     ticks = [trained_length * multiple for multiple in multiples]
     labels = [f"{format_context(tick)}\n{multiple} ×" for tick, multiple in zip(ticks, multiples, strict=True)]
     half_doubling = math.log10(2) / 2
-    layout = base_layout(axis("sequence length in tokens, and in trained lengths"), axis("bits per byte"))
+    layout = base_layout(axis("tokens, and trained lengths"), axis("bits per byte"))
     layout["xaxis"] |= {
         "type": "log",
         "tickvals": ticks,

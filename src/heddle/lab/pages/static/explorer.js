@@ -222,6 +222,7 @@ function draw() {
     drawn = `${slot} ${part?.kind}`;
   }
   const models = part ? DATA.models.filter(model => uses(model.design, slot, part.kind)) : [];
+  write("model-count", models.length ? html`${models.length} in ${byFamily(models).length} families` : "");
   write("models", models.length ? byFamily(models).map(([family, members]) => html`<p><b>${family}</b>${members.map(model => html`<button type="button" data-model="${DATA.models.indexOf(model)}">${model.name}</button>`)}</p>`) : html`<p class="small">No model on this page uses it.</p>`);
   const mistakes = part ? DATA.mistakes.filter(each => each.slot === slot && each.kinds.includes(part.kind)) : [];
   write("mistakes", mistakes.length ? html`<dl>${mistakes.map(each => html`<dt>${each.title}</dt><dd>${each.text} <span class="law">Caught by ${each.law}.</span></dd>`)}</dl>` : html`<p class="small">No mistake is recorded for this kind.</p>`);

@@ -55,6 +55,7 @@
     canvas.getContext("2d").putImageData(image, 0, 0);
   };
 
+  const FOLDED_LAYERS = 6; // an even number: two columns
   const smallMaps = [];
   let shown = null, query = null, geometry = null; // shown: [layer, head] of the large map
 
@@ -140,11 +141,19 @@
     `linear-gradient(90deg, ${[0, 1, 2, 3, 4].map((number) => `var(--heat-${number})`).join(",")})`;
   $("ramp").append("0", rampBar, "1, middle 0.25");
   const mostHeads = Math.max(...layers.map((layer) => layer.heads || 0));
-  const rows = create("div", "rows");
-  $("maps").append(rows);
+  const isNarrow = innerWidth <= 900;
+  let rows = null; // of some layers; on a phone all but the first are folded
   $("maps").style.setProperty("--heads", mostHeads);
   $("maps").style.setProperty("--columns", mostHeads > 8 || layers.length < 2 ? 1 : 2);
   for (const [index, layer] of layers.entries()) {
+    if (index % FOLDED_LAYERS === 0) {
+      const fold = create("details"), last = Math.min(index + FOLDED_LAYERS, layers.length) - 1;
+      rows = create("div", "rows");
+      fold.open = !isNarrow || index === 0;
+      fold.addEventListener("toggle", () => fold.open && smallMaps.forEach((map) => drawSmall(...map)));
+      fold.append(create("summary", "", last > index ? `Layers ${index} to ${last}` : `Layer ${index}`), rows);
+      $("maps").append(isNarrow && layers.length > FOLDED_LAYERS ? fold : rows);
+    }
     const row = create("div", "row"), label = create("div"), heads = create("div", "heads");
     const notes = create("small", "", layer.kind);
     label.append(create("b", "", `Layer ${index}`), notes);
@@ -200,6 +209,7 @@
   };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   addEventListener("resize", redraw);
+  if (isNarrow) for (const fold of document.querySelectorAll(".fold")) fold.open = false;
   for (const element of document.querySelectorAll(".needs-script")) element.hidden = false;
   const requested = /^#layer-(\d+)-head-(\d+)$/.exec(location.hash);
   const [layerIndex, head] = requested ? [Number(requested[1]), Number(requested[2])] : [-1, 0];
