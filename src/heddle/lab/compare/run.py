@@ -589,9 +589,13 @@ def _measure_speeds(writer: ReportWriter) -> None:
     with wait_for_lock(comparison.out / "runs" / "speed") if is_shared else nullcontext():
         _run(writer, tasks, replace(comparison.workers.first(), share=None), writer.time_plan.end)
     slow = [entry.name for entry in comparison.plan.entries if not results.speeds[entry.name]]
-    if slow and writer.time_plan.budget is not None and results.stop_reason is None:
+    if not slow or writer.time_plan.budget is None:
+        return
+    if results.stop_reason is None:
         reason = f"{writer.time_plan.ended} before the speed of {join_names(slow)}; raise the budget to continue."
         results.stop_reason = reason
+    else:  # trainings had not ended either
+        results.stop_reason += f" The speed of {join_names(slow)} was not measured."
 
 
 def _recall_tasks(writer: ReportWriter) -> Tasks:
