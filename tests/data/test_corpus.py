@@ -286,7 +286,7 @@ def test_the_progress_of_learning_ends_at_its_total(texts: Path, cache: Path, mo
     for number in range(40):
         (texts / f"{number}.txt").write_text(f"some {number} words " * 40 * (1 + number % 7))
     monkeypatch.setattr(corpus_module, "TOKENIZER_TRAINING_BYTES", 20_000)
-    monkeypatch.setattr(corpus_module.progress, "progress_bar", counted)
+    monkeypatch.setattr(progress, "progress_bar", counted)
     make_corpus(texts, cache)
     [[total, done]] = [bar for bar in bars if bar[0]]
     assert total == done

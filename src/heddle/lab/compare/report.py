@@ -598,8 +598,8 @@ def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design
     available = sum(trained_tokens.values()) if corpus is None else sum(len(file) for file in corpus.train)
     notes = "; ".join(sentence for _, sentence in plan.budget_notes)
     chosen = [f"Chosen to fit the time budget: {notes}."] if notes else []
-    planned = plan_warnings(plan, parameters, trained_tokens, available)
-    return [*chosen, *planned, *overhead_warning(designs), *busy_warning(designs)]
+    expected = plan_warnings(plan, parameters, trained_tokens, available)
+    return [*chosen, *expected, *overhead_warning(designs), *busy_warning(designs)]
 
 
 def _reading_shares(comparison: Comparison, results: Results, design: Design) -> Series | None:
