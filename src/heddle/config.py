@@ -272,7 +272,8 @@ def load_part(file: Path) -> type[Part]:
         raise ConfigError(f"part {file}: failed to run ({type(error).__name__}: {error}); fix the file") from error
     part = own_class(module, Part, "part")
     if is_kind(part.slot, file.stem):
-        raise ConfigError(f"part {file}: {part.slot} already has a kind '{file.stem}'; rename the file")
+        taken = f"{part.slot} already has a kind '{file.stem}'"
+        raise ConfigError(f"part {file}: {taken}; omit --part to use that one, or rename the file")
     sys.modules[name] = sys.modules[f"heddle.parts.{part.slot}.{file.stem}"] = module
     return part
 

@@ -1,5 +1,6 @@
 """A corpus is the same everywhere, encoded as far as needed, and read back from the cache."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -288,6 +289,28 @@ def test_learning_stops_at_a_bound_of_distinct_words(texts: Path, cache: Path, m
     monkeypatch.setattr(corpus_module, "TOKENIZER_DISTINCT_WORD_BYTES", 50_000)
     make_corpus(texts, cache)
     assert 0 < distinct_word_bytes(seen, 10**9) <= 50_000
+
+
+def test_the_progress_of_learning_ends_at_its_total(texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample of documents of unequal sizes has not the expected size; its bar has the real one."""
+    bars: list[list[int]] = []
+
+    class Counted:
+        def advance(self, n: int, *_: object) -> None:
+            bars[-1][1] += n
+
+    @contextlib.contextmanager
+    def counted(description: str, total: int, *_: object) -> Iterator[Counted]:
+        bars.append([total if description == "training a tokenizer" else 0, 0])
+        yield Counted()
+
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"some {number} words " * 40 * (1 + number % 7))
+    monkeypatch.setattr(corpus_module, "TOKENIZER_TRAINING_BYTES", 20_000)
+    monkeypatch.setattr(progress, "progress_bar", counted)
+    make_corpus(texts, cache)
+    [[total, done]] = [bar for bar in bars if bar[0]]
+    assert total == done
 
 
 @pytest.mark.parametrize("vocab_size", [0, -1, 256])

@@ -272,11 +272,24 @@ def test_the_command_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str]) -
     assert "--tokens -1:" in capsys.readouterr().err
 
 
-def test_a_plan_says_of_which_mixers_no_training_was_fitted(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, is_said in (("hybrid-tiny", True), ("gqa-tiny", False)):
-        assert run_command(["plan", f"preset:{name}", "--tokens", "20B"]) == 0
-        printed = capsys.readouterr().out
-        assert ("no published training with gated_delta was fitted" in printed) == is_said, printed
+@pytest.mark.parametrize(
+    ("design", "missing"),
+    [
+        (["preset:hybrid-tiny"], ["gated_delta", "fewer than 125 M parameters"]),
+        (["preset:gqa-medium", "vocab_size=65536"], []),
+        (["preset:gqa-medium", "layers.*.feedforward.kind=moe", "--gpu", "l40s"], ["moe", "l40s"]),
+        (["preset:gqa-tiny"], ["fewer than 125 M parameters"]),
+    ],
+)
+def test_a_plan_names_what_no_fitted_training_had(
+    design: list[str], missing: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["plan", *design, "--tokens", "20B", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_fitted"] == missing
+    assert run_command(["plan", *design, "--tokens", "20B"]) == 0
+    printed = capsys.readouterr().out
+    assert all(each in printed for each in missing)
+    assert ("was fitted" in printed) == bool(missing)
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, bf16: float) -> list[Settings]:

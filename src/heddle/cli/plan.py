@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 MAX_LAYOUTS = 6
 GB = 10**9
+NAME_DATA = "add --data with your text; without it, the run reads the source code of Python"
 _DAY = 86_400
 
 
@@ -65,7 +66,7 @@ def _print_cpu(facts: dict[str, Any]) -> None:
     if seconds is not None:
         print(f"training takes {_time(seconds)}, plus evaluations and checkpoints")
     if facts["command"]:
-        print(f"\n{facts['command']}")
+        print(f"\n{facts['command']}\n{NAME_DATA}")
 
 
 def _time(seconds: float) -> str:
@@ -89,10 +90,13 @@ def _print(design: str, facts: dict[str, Any]) -> None:
             console.print(f"  {limit}", markup=False)
         if facts["command"]:
             where = ", on each node, with NODE_RANK and MASTER_ADDR set" * facts["command"].startswith("torchrun")
-            print(f"\nthe fastest layout{where}:\n{terminal_safe(facts['command'])}\n")
+            print(f"\nthe fastest layout{where}:\n{terminal_safe(facts['command'])}\n{NAME_DATA}\n")
     if facts["not_fitted"]:
-        kinds = " and ".join(facts["not_fitted"])
-        console.print(f"no published training with {kinds} was fitted: such kernels may take longer than planned\n")
+        console.print(
+            f"no published training with {' or '.join(facts['not_fitted'])} was fitted: this one may take longer than "
+            "planned\n",
+            markup=False,
+        )
     _print_too_large(console, facts)
     if not facts["layouts"]:
         nearest = f": {' or '.join(facts['nearest'])} fits" if facts["nearest"] else ""

@@ -386,19 +386,23 @@ def _train_tokenizer(
         max_bytes = TOKENIZER_TRAINING_BYTES * weight / sum(weights)
         fractions.append(min(1.0, max_bytes / split.size(TRAIN).bytes))
 
+    sample_bytes = 0
+
     def sample(scale: float) -> Iterator[str]:
+        nonlocal sample_bytes
+        sample_bytes = 0
         for split, fraction in zip(splits, fractions, strict=True):
-            yield from split.sample(TRAIN, fraction * scale)
+            for text in split.sample(TRAIN, fraction * scale):
+                sample_bytes += len(text.encode("utf-8"))
+                yield text
 
     scale = 1.0
     max_word_bytes = TOKENIZER_DISTINCT_WORD_BYTES
     while scale > 1e-3 and distinct_word_bytes(sample(scale), max_word_bytes) > max_word_bytes:
         scale /= 2
-    sizes = [split.size(TRAIN).bytes for split in splits]
-    total_bytes = sum(int(size * fraction * scale) for size, fraction in zip(sizes, fractions, strict=True))
 
     def texts() -> Iterator[str]:
-        with progress.progress_bar("training a tokenizer", total_bytes, "bytes") as bar:
+        with progress.progress_bar("training a tokenizer", sample_bytes, "bytes") as bar:
             for text in sample(scale):
                 yield text
                 bar.advance(len(text.encode("utf-8")))

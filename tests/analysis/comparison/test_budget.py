@@ -301,7 +301,17 @@ def test_speeds_that_the_budget_cuts_are_named(folder: Path, tmp_path: Path, mac
     machine.speed_steps = 10_000
     assert compare(folder, tmp_path / "out", "--budget", "3m") == 0
     reason = read_report(tmp_path / "out")["progress"]["stop_reason"]
-    assert reason == "The budget of 3 min ended before the speed of a and b; raise the budget to continue."
+    assert reason == "The budget of 3 min ended before the speed of a and b; the same command continues."
+
+
+def test_seeds_and_speeds_that_the_budget_cuts_are_named_together(
+    folder: Path, tmp_path: Path, machine: Machine
+) -> None:
+    machine.slower, machine.speed_steps = 2.5, 10_000
+    assert compare(folder, tmp_path / "out", "--budget", "3m") == 0
+    reason = read_report(tmp_path / "out")["progress"]["stop_reason"]
+    assert "ended before seed " in reason
+    assert "speed of a and b" in reason
 
 
 def test_the_clock_can_fail(folder: Path, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

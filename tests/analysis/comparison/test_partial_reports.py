@@ -173,6 +173,16 @@ def test_decoding_that_is_mostly_overhead_is_said(tmp_path: Path, rate: float, i
     assert bool(sentences) == is_said
 
 
+@pytest.mark.parametrize(("slowest", "is_said"), [(150.0, False), (140.0, True)])
+def test_speeds_of_a_busy_machine_are_not_to_be_compared(tmp_path: Path, slowest: float, is_said: bool) -> None:
+    running = Running(tmp_path)
+    first, second = NAMES
+    running.results.speeds[first].append(SPEEDS)
+    running.results.speeds[second] += [SPEEDS | {"decode": [(32, [300.0])]}, SPEEDS | {"decode": [(32, [slowest])]}]
+    busy = [text for text in running.report()["warnings"] if f"{second}, decode at 32 tokens" in text]
+    assert bool(busy) == is_said
+
+
 class Shown:
     """Stands for a live page."""
 

@@ -168,7 +168,7 @@ def test_designs_that_keep_all_tokens_are_not_tested() -> None:
     assert not keeps_every_token(recurrent(), 36)
     alike = reasons(a=full(), b=full(kv_heads=1))
     assert set(alike) == set(RECALL_PROBES)
-    assert alike["mqar"] == "every design keeps all tokens of a sequence"
+    assert alike["mqar"] == "in every design a layer keeps all tokens of a sequence"
     assert all(alike.values())
     # a window that hides tokens, or a state of fixed size, may differ
     for other in (full(window=8), recurrent()):

@@ -227,6 +227,15 @@ def test_names_in_a_sentence_are_marked_whole() -> None:
     assert "".join(text for text, _ in parts) == "mha-tiny beats mha, not mha-tiny-2"
 
 
+def test_an_article_is_not_marked_as_a_name() -> None:
+    report = {"designs": [{"name": "a"}, {"name": "b"}], "baseline": "a"}
+    assert name_parts(report, "b needs a quarter of the state of a") == [
+        ("b", True),
+        (" needs a quarter of the state of a", False),
+    ]
+    assert name_parts({"designs": [{"name": "a"}], "baseline": "a"}, "a alone") == [("a alone", False)]
+
+
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("make", MAKERS)
 def test_written_files_are_strict_and_the_same_every_time(make: Any, tmp_path: Path) -> None:

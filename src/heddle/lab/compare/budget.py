@@ -338,9 +338,9 @@ def fit_plan(
         raise ConfigError(
             f"--budget {format_seconds(budget.seconds)}: is too short: the least, {len(fewest.seeds)} seeds of "
             f"{len(plan.entries)} designs, {length} each at {timed} s/step, take about {whole}; give at least that, or "
-            f"compare fewer or smaller designs, such as with layers.*.repeat=2 or --vocab-size 1024 "
-            f"({format_seconds(training)} are to train, {format_seconds(recall)} for recall, "
-            f"{format_seconds(others - text)} for speed, less with --speed-context-length 512)"
+            f"make a step smaller, such as with --batch-size {max(1, plan.batch_size // 2)}, --vocab-size 1024 or "
+            f"layers.*.repeat=2, or compare fewer designs (training takes {format_seconds(training)}, recall "
+            f"{format_seconds(recall)}, speed {format_seconds(others - text)}: less with --speed-context-length 512)"
         )
     if chooses_tokens:
         notes.insert(0, ("tokens", f"each run trains on {int(chosen.budget_value):,} tokens"))

@@ -287,7 +287,7 @@ def _choose_task(designs: Mapping[str, ModelConfig], name: str, affordable: floa
         if any(copy != built[0] for copy in built):
             reason += f": their windows hide none of its {length} tokens"
     elif built and all(keeps_every_token(copy, length) for copy in built):
-        reason = "every design keeps all tokens of a sequence"
+        reason = "in every design a layer keeps all tokens of a sequence"
     elif name in SKIPPED_PROBES:
         reason = "no kind of mixer learns it within this budget"
     elif _tokens(probe) > affordable:

@@ -48,7 +48,7 @@ from heddle.lab.compare.results import (
     Widths,
     WorkerFacts,
 )
-from heddle.lab.compare.speed import Samples, overhead_warning, summarize_speeds
+from heddle.lab.compare.speed import Samples, busy_warning, overhead_warning, summarize_speeds
 from heddle.lab.compare.statistics import (
     ALPHA,
     NO_PAIR,
@@ -598,7 +598,8 @@ def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design
     available = sum(trained_tokens.values()) if corpus is None else sum(len(file) for file in corpus.train)
     notes = "; ".join(sentence for _, sentence in plan.budget_notes)
     chosen = [f"Chosen to fit the time budget: {notes}."] if notes else []
-    return [*chosen, *plan_warnings(plan, parameters, trained_tokens, available), *overhead_warning(designs)]
+    expected = plan_warnings(plan, parameters, trained_tokens, available)
+    return [*chosen, *expected, *overhead_warning(designs), *busy_warning(designs)]
 
 
 def _reading_shares(comparison: Comparison, results: Results, design: Design) -> Series | None:

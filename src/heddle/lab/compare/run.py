@@ -510,7 +510,7 @@ def _train(writer: ReportWriter, schedule: Schedule, then: Tasks) -> None:
             missing = ", ".join(f"seed {seed} of {name}" for name, seed in results.pending[:MAX_LISTED_RUNS])
             more = len(results.pending) - MAX_LISTED_RUNS
             others = f" and {more} more" if more > 0 else ""
-            results.stop_reason = f"{writer.time_plan.ended} before {missing}{others}; raise the budget to continue."
+            results.stop_reason = f"{writer.time_plan.ended} before {missing}{others}; the same command continues."
             results.pending = []
             return
 
@@ -543,7 +543,7 @@ def _tune(writer: ReportWriter) -> None:
     def run(tasks: list[Task], add: Callable[[Task, Result], None]) -> None:
         _run(writer, {task: partial(add, task) for task in tasks}, comparison.workers, end)
         if any(not task.result_file.is_file() for task in tasks) and time.monotonic() >= end:
-            raise MachineError(f"{writer.time_plan.ended} while values were tuned; raise the budget to continue")
+            raise MachineError(f"{writer.time_plan.ended} while values were tuned; the same command continues")
 
     finish_tuning(comparison, tuning, run)
 
@@ -589,9 +589,13 @@ def _measure_speeds(writer: ReportWriter) -> None:
     with wait_for_lock(comparison.out / "runs" / "speed") if is_shared else nullcontext():
         _run(writer, tasks, replace(comparison.workers.first(), share=None), writer.time_plan.end)
     slow = [entry.name for entry in comparison.plan.entries if not results.speeds[entry.name]]
-    if slow and writer.time_plan.budget is not None and results.stop_reason is None:
-        reason = f"{writer.time_plan.ended} before the speed of {join_names(slow)}; raise the budget to continue."
+    if not slow or writer.time_plan.budget is None:
+        return
+    if results.stop_reason is None:
+        reason = f"{writer.time_plan.ended} before the speed of {join_names(slow)}; the same command continues."
         results.stop_reason = reason
+    else:  # trainings had not ended either
+        results.stop_reason += f" The speed of {join_names(slow)} was not measured."
 
 
 def _recall_tasks(writer: ReportWriter) -> Tasks:

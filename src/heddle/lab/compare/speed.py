@@ -227,3 +227,30 @@ def overhead_warning(designs: Sequence[Design]) -> list[str]:
         f"Decoding at these sizes is mostly overhead of small operations: {join_names(slow, 4)} of a token's time; the "
         "rest reads weights and state. These speeds say little about larger models, which memory bandwidth limits."
     ]
+
+
+WIDE_RANGE = 2.0  # the highest quartile over the lowest, of a speed that other programs disturbed
+
+
+def busy_warning(designs: Sequence[Design]) -> list[str]:
+    """A caveat if a speed varied so much that other programs must have used the machine."""
+    ranges = [
+        (high / low, f"{design.name}, {what}")
+        for design in designs
+        for what, (low, high) in _speed_ranges(design)
+        if low > 0
+    ]
+    ratio, where = max(ranges, default=(1.0, ""))
+    if ratio <= WIDE_RANGE:
+        return []
+    return [
+        f"The machine was busy while speeds were measured: they vary by up to {ratio:.1f} × ({where}). Do not compare "
+        "them; measure on an idle machine."
+    ]
+
+
+def _speed_ranges(design: Design) -> Iterator[tuple[str, tuple[float, float]]]:
+    if design.train_speed_range is not None:
+        yield "training", design.train_speed_range
+    for what, series in (("prefill", design.prefill), ("decode", design.decode)):
+        yield from ((f"{what} at {context:,} tokens", (low, high)) for context, _, low, high in series)

@@ -218,6 +218,7 @@ def _table(tuning: TuningReport, index: int) -> TextTable:
 
 
 WRITE_REMEDY = "free some space or choose another folder"
+ARTICLES = {"a", "an", "the"}
 LONG_VERDICT = 160  # characters; a longer first sentence is set in smaller type
 
 
@@ -289,8 +290,11 @@ def report_context(report: Report) -> dict[str, Any]:
 
 
 def name_parts(report: Report, sentence: str) -> list[tuple[str, bool]]:
-    """A sentence cut into (text, whether it is a design's name)."""
-    longest_first = sorted((design.name for design in report.designs), key=len, reverse=True)
+    """A sentence cut into (text, whether it is a design's name). A design named like an article is not marked."""
+    names = {design.name for design in report.designs} - ARTICLES
+    if not names:
+        return [(sentence, False)] if sentence else []
+    longest_first = sorted(names, key=len, reverse=True)
     # a name inside a longer word or name does not count
     pattern = r"(?<![\w-])(" + "|".join(re.escape(name) for name in longest_first) + r")(?![\w-])"
     return [(text, index % 2 == 1) for index, text in enumerate(re.split(pattern, sentence)) if text]

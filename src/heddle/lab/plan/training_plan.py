@@ -28,7 +28,11 @@ MORE_GPUS, SHORTEST = 4096, 128  # how many times the GPUs, and how few tokens, 
 STATE_BYTES = 16  # of a parameter in float32: weight, gradient and two moments
 
 
-FITTED_MIXERS = {"attention", "latent_attention"}  # whose time is that of products and attention kernels
+# what the published trainings had, to which the speed is fitted; latent attention's time is products and attention
+FITTED_MIXERS = {"attention", "latent_attention"}
+FITTED_FEEDFORWARDS = {"gated", "mlp"}
+FITTED_GPUS = {"a100", "a100-40gb", "h100", "h800"}
+FITTED_PARAMETERS = 125_000_000  # of the smallest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +97,19 @@ def plan(
     facts = _facts(result, settings) | {"engines": _engine_facts(config, result, settings.design)}
     facts["vocab_size"], facts["vocab_size_assumed"] = config.vocab_size, loaded.vocab_size is None
     facts["nearest"] = [] if result.candidates else _nearest_plans(config, result)
-    kinds = {mixer.kind for mixer, _ in config.equal_layers if mixer is not None}
-    facts["not_fitted"] = sorted(kinds - FITTED_MIXERS)
+    facts["not_fitted"] = _not_fitted(config, settings.gpu, facts["parameters"])
     if settings.dry_run:
         facts["dry_run"] = _dry_run_facts(config, result)
     return PlannedTraining(facts)
+
+
+def _not_fitted(config: "ModelConfig", gpu: str, parameters: int) -> list[str]:
+    """What no published training had whose speed was fitted: kinds, the GPU, a size."""
+    mixers = {mixer.kind for mixer, _ in config.equal_layers if mixer is not None}
+    feedforwards = {feedforward.kind for _, feedforward in config.equal_layers if feedforward is not None}
+    sizes = [f"fewer than {FITTED_PARAMETERS / 1e6:.0f} M parameters"] if parameters < FITTED_PARAMETERS else []
+    kinds = [*sorted(mixers - FITTED_MIXERS), *sorted(feedforwards - FITTED_FEEDFORWARDS)]
+    return [*kinds, *({gpu} - FITTED_GPUS), *sizes]
 
 
 def _length(settings: PlanSettings, config: "ModelConfig") -> int:
