@@ -161,7 +161,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a tensor is missing": (lambda f: rewrite(alone(f), lambda t: t.pop("model.norm.weight")), r"norm.*is missing"),
     "a wrong shape": (lambda f: rewrite(alone(f), wider), r"tensor '.*' has shape \[.*\], the config needs \["),
     "bytes for weights": (lambda f: rewrite(alone(f), as_type(torch.int8)), r"tensor '.*' is of type torch\.int8"),
-    "fp8 weights": (lambda f: rewrite(alone(f), as_type(torch.float8_e4m3fn)), r"float8_e4m3fn, .* dequantized"),
+    "fp8 weights": (lambda f: rewrite(alone(f), as_type(torch.float8_e4m3fn)), r"float8_e4m3fn, as quantized"),
     "whole numbers": (lambda f: rewrite(alone(f), as_type(torch.int64)), r"tensor '.*' is of type torch\.int64"),
     "a pickle instead": (instead, r"pytorch_model\.bin: is a pickle .* convert it to safetensors"),
     "a pickle in disguise": (disguised, r"model\.safetensors: is a pickle or an archive"),
