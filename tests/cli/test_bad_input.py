@@ -325,7 +325,7 @@ def contents(workspace: Path) -> dict[str, bytes]:
         ("generate {run} --top-p 2", "top_p 2.0:"),
         ("generate {run} --num-beams 0", "num_beams 0:"),
         ("generate {run} --prompts {root}/empty.txt", "empty.txt: is empty"),
-        ("generate {hf}", "hf: is a transformers folder; first `heddle import "),
+        ("train --from {hf} --out {root}/tuned", "hf: is a transformers folder; first `heddle import "),
         ("compare ladder {root}/good.yaml --sequence-length 0", "sequence_length 0: must be at least 1"),
         ("compare {root}/good.yaml --dry-run --out {root}/mine", "holds something else (thesis.tex)"),
         ("compare {root}/good.yaml --out {root}/mine/thesis.tex", "thesis.tex: is a file"),
