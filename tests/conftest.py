@@ -36,6 +36,7 @@ settings.load_profile("heddle")
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    gc.set_threshold(10_000)  # models of tests make many objects and little garbage
 
 
 @pytest.fixture(autouse=True)

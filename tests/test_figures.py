@@ -49,7 +49,9 @@ def test_both_sides_of_the_tiny_training_are_equal(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HEDDLE_MACHINE", "default")  # measuring takes longer than the test
     module = runpy.run_module("benchmarks.tiny_training")
     sides = {"heddle": module["heddle_side"], "plain": functools.partial(module["plain_side"], False)}
-    module["heddle_side"].__globals__["STEPS"] = 2
+    design = module["load_config"]("preset:gqa-tiny", ["vocab_size=97", "layers.0.repeat=2"])
+    # Few layers, tokens and steps: compiling the layers and the rounds that choose the faster way took half a minute.
+    module["heddle_side"].__globals__.update(STEPS=2, ROWS=2, LENGTH=24, VOCABULARY=97, DESIGN=design)
     values = {name: side({"precision": "fp64"}).values() for name, side in sides.items()}
     assert harness.largest_difference("tiny", values, harness.EQUAL) is not None
     plain = module["plain_side"].__globals__["PlainModel"]
