@@ -293,9 +293,9 @@ def _plan_time(
         if not settings.speed_context_length and saved.get("speed_contexts"):
             plan = replace(plan, speed_contexts=tuple(saved["speed_contexts"]))
     if not is_begun and plan.budget_kind == "tokens" and not chooses_tokens:  # older ones may have such a warmup
-        steps = int(plan.budget_value) // (plan.batch_size * plan.sequence_length)
-        if plan.warmup is not None and plan.warmup > steps:
-            reason = f"is longer than a run of {steps} steps, which would never reach --lr"
+        count = int(plan.budget_value) // (plan.batch_size * plan.sequence_length)
+        if plan.warmup is not None and plan.warmup > count:
+            reason = f"is longer than a run of {count} steps, which would never reach --lr"
             raise ConfigError(f"--warmup {plan.warmup}: {reason}; give fewer steps, or more --tokens")
     if is_begun:
         plan = replace(plan, budget_notes=tuple(map(tuple, joined_plan(plan_file, plan).get("budget_notes", ()))))
