@@ -176,7 +176,7 @@ def test_baselines_are_healed_alike_and_continue_after_a_kill(
 
         monkeypatch.setattr(convert_module, "convert_and_heal", dying if name == "killed" else convert_and_heal)
         monkeypatch.setattr(convert_module, "remove_work", lambda *_: None)
-        monkeypatch.setattr(convert_module.shutil, "rmtree", lambda *_, **options: None)
+        monkeypatch.setattr("heddle.lab.conversion.convert.shutil.rmtree", lambda *_, **options: None)
         assert run_command(words) == (130 if name == "killed" else 0)
     results = parse_results(read_json_file(out / "convert.json"))
     assert results.search is not None

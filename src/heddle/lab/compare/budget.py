@@ -344,10 +344,10 @@ def fit_plan(
         )
     if chooses_tokens:
         notes.insert(0, ("tokens", f"each run trains on {int(chosen.budget_value):,} tokens"))
-        steps = int(chosen.budget_value) // (plan.batch_size * plan.sequence_length)
-        if plan.warmup is not None and plan.warmup > steps:
+        count = int(chosen.budget_value) // (plan.batch_size * plan.sequence_length)
+        if plan.warmup is not None and plan.warmup > count:
             chosen = replace(chosen, warmup=None)
-            notes.append(("warmup", f"of {steps} steps the warmup takes a twentieth, not {plan.warmup}"))
+            notes.append(("warmup", f"of {count} steps the warmup takes a twentieth, not {plan.warmup}"))
     if len(chosen.seeds) < len(plan.seeds):
         notes.insert(0, ("seeds", f"{len(chosen.seeds)} seeds of each design are trained, not {len(plan.seeds)}"))
     return replace(chosen, budget_notes=tuple(notes))
