@@ -195,16 +195,17 @@ def test_reports(chromium: Browser, tmp_path: Path) -> None:
         check_page(chromium, file)
     for name, screens in {"sweep": 6, "conversion": 4, "deep": 3}.items():  # at first, what is long is folded
         page = open_page(chromium, tmp_path / f"{name}.html", width=PHONE)
+        page.locator(".needs-script").first.wait_for()  # it is drawn
         assert page.evaluate("document.documentElement.scrollHeight") < screens * 900, name
     page = open_page(chromium, tmp_path / "deep.html", width=PHONE)
     drawn = (
         "[...document.querySelectorAll('.map canvas')].filter(each => each.checkVisibility() && each.width > 3).length"
     )
-    assert page.evaluate(drawn) == 6 * 4
+    page.wait_for_function(f"() => {drawn} === 6 * 4")
     page.locator(".maps summary").last.click()
-    page.wait_for_function(f"{drawn} === 12 * 4")
+    page.wait_for_function(f"() => {drawn} === 12 * 4")
     page = open_page(chromium, tmp_path / "deep.html")
-    assert page.evaluate(drawn) == 24 * 4
+    page.wait_for_function(f"() => {drawn} === 24 * 4")
     assert page.locator("tbody tr").last.inner_text().split("\n")[1].startswith("as layer 0")
 
 

@@ -142,6 +142,7 @@
   $("ramp").append("0", rampBar, "1, middle 0.25");
   const mostHeads = Math.max(...layers.map((layer) => layer.heads || 0));
   const isNarrow = innerWidth <= 900;
+  if (isNarrow) for (const fold of document.querySelectorAll(".fold")) fold.open = false;
   let rows = null; // of some layers; on a phone all but the first are folded
   $("maps").style.setProperty("--heads", mostHeads);
   $("maps").style.setProperty("--columns", mostHeads > 8 || layers.length < 2 ? 1 : 2);
@@ -209,7 +210,6 @@
   };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   addEventListener("resize", redraw);
-  if (isNarrow) for (const fold of document.querySelectorAll(".fold")) fold.open = false;
   for (const element of document.querySelectorAll(".needs-script")) element.hidden = false;
   const requested = /^#layer-(\d+)-head-(\d+)$/.exec(location.hash);
   const [layerIndex, head] = requested ? [Number(requested[1]), Number(requested[2])] : [-1, 0];
