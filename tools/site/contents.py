@@ -55,6 +55,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Correctness": (
         "docs/laws.md", "docs/rank-laws.md", "docs/commonly-wrong.md", "docs/shipped-bugs.md", "docs/reliability.md",
+        "docs/edges.md",
         "benchmarks/results/parts.md",
     ),
     "Project": (
