@@ -77,13 +77,13 @@ def test_intervals_as_wide_as_the_loss_are_no_advice() -> None:
 def test_what_is_not_resolved_comes_with_what_would_resolve_it() -> None:
     pair = reports.make_report({name: reports.TINY[name] for name in ("mha-tiny", "gqa-tiny")})
     assert pair["verdict"][1:3] == [
-        "A tie within ± 0.025; 80 % power to detect 0.020.",
+        "Ruled out: a difference of more than 0.025; 80 % power to detect 0.020.",
         "To narrow to ± 0.01, train 7 seeds of each, 3 min more.",
     ]
     several = reports.make_report({"a": reports.TINY["mha-tiny"], "b": reports.TINY["gqa-tiny"], "c": (0.3, *LUCK)})
-    assert several["verdict"][1].startswith("A tie with a: b within ± 0.0")
-    assert not any("tie" in sentence for sentence in shifted({"a": 0.0, "b": -0.1})["verdict"])
-    assert not any("tie within" in sentence for sentence in reports.make_report(seeds=1)["verdict"])
+    assert several["verdict"][1].startswith("Ruled out: a difference of more than 0.0")
+    assert not any("Ruled out" in sentence for sentence in shifted({"a": 0.0, "b": -0.1})["verdict"])
+    assert not any("Ruled out" in sentence for sentence in reports.make_report(seeds=1)["verdict"])
 
 
 def test_the_text_is_named_where_it_is_the_larger_part() -> None:

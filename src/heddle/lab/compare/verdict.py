@@ -41,7 +41,7 @@ MEANINGLESS_TIE = 0.1  # of the loss: a wider interval bounds nothing
 
 
 def resolution_sentences(report: Report) -> list[str]:
-    """Ties with the leader and what would resolve them; empty where nothing is open."""
+    """The differences to the leader that are ruled out, and what would narrow them; empty where nothing is open."""
     rows = [row for row in differences_to_leader(report) if _is_unresolved(row) and row.pairs > 1]
     sentences = []
     if rows:
@@ -49,10 +49,11 @@ def resolution_sentences(report: Report) -> list[str]:
         loss = min(mean_loss(design) or math.inf for design in report.designs)
         if (widest.tie_within or 0.0) > MEANINGLESS_TIE * loss:
             return [f"Seeds differ more than designs, so intervals say little; train more than {widest.pairs} of each."]
-        ties = f"A tie within ± {format_bound(rows[0].tie_within or 0.0)}"
+        bounds = format_bound(rows[0].tie_within or 0.0)
         if len(report.designs) > 2:
-            names = join_names([f"{row.reference} within ± {format_bound(row.tie_within or 0.0)}" for row in rows], 8)
-            ties = f"A tie with {report.leader}: {names}"
+            bounds = join_names([f"{format_bound(row.tie_within or 0.0)} ({row.reference})" for row in rows], 8)
+            bounds = f"{bounds} from {report.leader}"
+        ties = f"Ruled out: a difference of more than {bounds}"
         power = f"80 % power to detect {format_bound(widest.resolvable or 0.0)}"
         sentences.append(f"{ties}; {power}.")
         sentences += [f"{need_words(need)}." for need in (widest.needs or ())[:1]]
@@ -93,7 +94,7 @@ def resolution_table(report: Report) -> TextTable | None:
         for row in report.pairs
         if _is_unresolved(row) and {report.leader, report.baseline} & {row.design, row.reference}
     ]
-    header = ["not resolved", "difference", "tie within", "80 % power at", "narrower"]
+    header = ["not resolved", "difference", "ruled out beyond", "80 % power at", "narrower"]
     return TextTable(header, rows, "What is not resolved, and what would resolve it") if rows else None
 
 
