@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Protocol
 from xml.etree import ElementTree
 
@@ -141,7 +142,7 @@ def _run_model(folder: Path, engine: Engine, dtype: str) -> Iterator[Finding]:
                 yield Finding(*head, NOT_SEEN, reason=str(error))
                 continue
             except FAILURES as error:
-                yield Finding(*head, WRONG, float("inf"), tolerance, reason=str(error).partition("\n")[0][:200])
+                yield Finding(*head, WRONG, float("inf"), tolerance, reason=shorten(str(error).partition("\n")[0], 200))
                 continue
             distances = [_distance(each, goldens[f"rows.{each.row}.logits"], clear[each.row]) for each in answers]
             worst = max(distances)
@@ -568,7 +569,7 @@ class TransformersModel(Model):
             try:
                 next(iter(cache.values())).crop(case["keep"] - case["read"])
             except (AttributeError, RuntimeError, ValueError) as error:
-                raise NotSeenError(f"its cache cannot be cropped ({str(error)[:80]})") from None
+                raise NotSeenError(f"its cache cannot be cropped ({shorten(str(error), 80)})") from None
             after = self._run(rows[chosen[1]][case["keep"] :], case["keep"], use_cache=True, **cache)
             return [Answer(chosen[0], 0, result.logits[0]), Answer(chosen[1], case["keep"], after.logits[0])]
         return self._dropped(case, rows, start)
@@ -600,7 +601,7 @@ class TransformersModel(Model):
         try:
             next(iter(cache.values())).batch_select_indices(torch.tensor([1]))
         except (AttributeError, RuntimeError) as error:
-            raise NotSeenError(f"its cache has no rows to select ({str(error)[:80]})") from None
+            raise NotSeenError(f"its cache has no rows to select ({shorten(str(error), 80)})") from None
         after = self._run(rows[second][read:], read, use_cache=True, **cache)
         return [Answer(second, 0, result.logits[1]), Answer(second, read, after.logits[0])]
 
