@@ -156,6 +156,9 @@ class Draw:
         value: float = self.generator.choice([value for value in FIELDS.get(name, NUMBERS) if _within(node, value)])
         return value
 
+    def _string(self, node: dict[str, Any], name: str, level: int) -> str:
+        return self.generator.choice(("attention", "gated_delta", "linear_attention"))  # names of mixers
+
     def _boolean(self, node: dict[str, Any], name: str, level: int) -> bool:
         return self.generator.random() < 0.5
 

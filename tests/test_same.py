@@ -3,6 +3,7 @@
 import hashlib
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -277,7 +278,8 @@ def test_both_sides_use_the_kernels_of_versions_that_measured_none(
     assert found == [EARLIER_CHOICES] * 2
 
 
-def test_a_command_leaves_its_float32_products_to_no_other(tmp_path: Path) -> None:
+def test_a_command_leaves_its_float32_products_to_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "heddle.__main__", raising=False)  # an earlier test may have imported it
     torch.set_float32_matmul_precision("medium")
     assert same_sections.Probe(tmp_path, None).run("--version")["code"] == 0
     assert torch.get_float32_matmul_precision() == "highest"
