@@ -282,7 +282,7 @@ def in_page(design: dict[str, Any]) -> dict[str, Any]:
 
 def test_random_choices_have_the_sizes_of_built_models(chromium: Browser, explorers: dict[str, Path]) -> None:
     page = open_page(chromium, explorers["design"])
-    designs = list(random_designs(CHOICES + 100, seed=2))
+    designs = list(random_designs(CHOICES + 200, seed=2))
     sizes = "designs => designs.map(design => refusals(design).length ? null : summary(design))"
     answers = page.evaluate(sizes, [in_page(design) for design in designs])
     built = 0
