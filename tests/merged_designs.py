@@ -22,15 +22,20 @@ Path = tuple[str | int, ...]
 FIXED = "causal"  # with another direction, other laws apply
 
 
+def configs_in(value: Any, path: Path) -> list[tuple[Path, Config]]:
+    """The configs that the value of a field is or has, each with its path."""
+    if isinstance(value, Config):
+        return [(path, value)]
+    items = enumerate(value) if isinstance(value, tuple) else ()
+    return [((*path, index), item) for index, item in items if isinstance(item, Config)]
+
+
 def places(config: Config, path: Path = ()) -> Iterator[tuple[Path, str]]:
     """The path of every field that is set, with its option."""
     owner = config.kind if isinstance(config, Part) else type(config).__name__
     for name, value in fields_of(config):
-        for index, item in enumerate(value) if isinstance(value, tuple) else ():
-            if isinstance(item, Config):
-                yield from places(item, (*path, name, index))
-        if isinstance(value, Config):
-            yield from places(value, (*path, name))
+        for place, inner in configs_in(value, (*path, name)):
+            yield from places(inner, place)
         if value is not None:
             yield (*path, name), f"{owner}.{name}: {label_of(value)}"
 
@@ -39,11 +44,8 @@ def owners(config: Config, path: Path = ()) -> Iterator[tuple[Path, str]]:
     """The path of every config inside a config, with its kind."""
     yield path, config.kind if isinstance(config, Part) else type(config).__name__
     for name, value in fields_of(config):
-        for index, item in enumerate(value) if isinstance(value, tuple) else ():
-            if isinstance(item, Config):
-                yield from owners(item, (*path, name, index))
-        if isinstance(value, Config):
-            yield from owners(value, (*path, name))
+        for place, inner in configs_in(value, (*path, name)):
+            yield from owners(inner, place)
 
 
 def at(data: Any, path: Path) -> Any:

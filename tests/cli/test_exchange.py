@@ -152,6 +152,8 @@ def test_a_gguf_of_another_name_is_read(name: str, trained: Path, tmp_path: Path
     (tmp_path / "model.gguf").rename(tmp_path / name)
     assert run_command(["import", f"{tmp_path}/{name}", f"{tmp_path}/back", "-q"]) == 0
     assert heddle.load(tmp_path / "back")[1] is not None
+    assert run_command(["verify", f"{tmp_path}/{name}"]) == 0
+    assert run_command(["generate", f"{tmp_path}/{name}", "--prompt", "a"]) == 2
 
 
 def test_a_gguf_gets_a_chat_template_which_an_export_keeps(trained: Path, tmp_path: Path) -> None:

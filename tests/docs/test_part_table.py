@@ -27,11 +27,17 @@ def test_a_row_has_a_case_an_oracle_and_small_errors(row: part_table.Row) -> Non
     assert all(error <= 1e-9 for error in errors)
 
 
-def test_a_wrong_formula_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def first_designs(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[part_table.Row, part_table.Errors]:
+    """A row, and its errors over three designs."""
     monkeypatch.setattr(part_table, "DESIGNS", 3)
-    [row] = [row for row in part_table.ROWS if row.name == "path-forget"]
+    [row] = [row for row in part_table.ROWS if row.name == name]
     designs, found = part_table.measured(row)
     assert designs == 3
+    return row, found
+
+
+def test_a_wrong_formula_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, found = first_designs(monkeypatch, "path-forget")
     assert found.values is not None
     assert found.values < 1e-10
     operator(HouseholderProducts.bias, ast.Sub, ast.Add, 3)(monkeypatch)
@@ -41,9 +47,6 @@ def test_a_wrong_formula_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_comparisons_within_a_test_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_table, "DESIGNS", 2)
-    [row] = [row for row in part_table.ROWS if row.name == "attention-exclusive"]
-    designs, found = part_table.measured(row)
-    assert designs == 2
+    _, found = first_designs(monkeypatch, "attention-exclusive")
     assert found.values is not None
     assert found.gradients is not None

@@ -9,7 +9,7 @@ from heddle.errors import ConfigError
 from heddle.progress import print_status, print_text
 from heddle.session import open_session
 from heddle.settings import Argument, Option, Quiet, SessionSettings, VerbSettings
-from heddle.storage.file_io import refuse_existing
+from heddle.storage.file_io import is_gguf, refuse_existing
 
 if TYPE_CHECKING:
     from heddle.exchange.imported_checkpoint import ImportedModel
@@ -48,7 +48,7 @@ def import_(settings: ImportSettings) -> None:
         from heddle.storage.model import save
 
         dtype = None if dequantize is None else getattr(torch, DTYPES[dequantize])
-        if folder.suffix == ".gguf" or _begins_as_gguf(folder):
+        if is_gguf(folder):
             from heddle.exchange.gguf import load_gguf
 
             imported = load_gguf(folder, dtype, settings.allow_non_finite, settings.tokenizer)
@@ -66,16 +66,6 @@ def import_(settings: ImportSettings) -> None:
         parameters = sum(parameter.numel() for parameter in imported.model.parameters())
         model_type, layers = imported.preserved_config["model_type"], imported.model.config.depth
         print_text(f"{out}: {model_type} of {parameters:,} parameters, {layers} layers")
-
-
-def _begins_as_gguf(path: Path) -> bool:
-    """Whether a file of another name is a GGUF, as in caches that name files by their hash."""
-    from heddle.exchange.gguf.file import MAGIC
-
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
 
 
 def _set_chat_template(file: Path, imported: "ImportedModel") -> None:

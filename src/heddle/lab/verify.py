@@ -12,7 +12,7 @@ from heddle.data.token_file import TokenFile
 from heddle.errors import CheckpointError, HeddleError, describe_path
 from heddle.exchange.gguf.file import check_seal
 from heddle.storage.checkpoints import PROGRESS_FILE, QUARANTINE_PATTERN, STEP_PATTERN, check_place
-from heddle.storage.file_io import HASH_KEY, LEFTOVER_PATTERN, MAX_JSON_BYTES, list_names, read_json_file
+from heddle.storage.file_io import HASH_KEY, LEFTOVER_PATTERN, MAX_JSON_BYTES, is_gguf, list_names, read_json_file
 from heddle.storage.folder import verify_file
 from heddle.storage.lock import LOCK_FILE
 from heddle.storage.manifest import MANIFEST_FILE, LogPosition, read_manifest
@@ -139,7 +139,7 @@ def _verify_plain_file(path: Path) -> Outcome:
         if path.name not in JSON_FILES and _is_foreign_json(path):
             return path, NOT_COVERED, NO_HASH
         return _result(path, lambda: read_json_file(path))
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         try:
             covered = check_seal(path)
         except HeddleError as error:

@@ -459,3 +459,15 @@ def content_sha256(content: Mapping[str, Any]) -> str:
 
 def _text(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
+
+
+GGUF_MAGIC = b"GGUF"  # the first bytes of llama.cpp's files
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is a GGUF: by its first bytes, as caches name files by their hash, or by its suffix."""
+    with suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return path.suffix == ".gguf" or file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    return path.suffix == ".gguf"

@@ -26,6 +26,7 @@ from heddle.parts.position_table import PositionTable
 from heddle.parts.states import MixerState
 from heddle.progress import print_warning
 from heddle.storage.checkpoints import PROGRESS_FILE, STEP_PATTERN, check_place, latest_checkpoint
+from heddle.storage.file_io import is_gguf
 from heddle.storage.folder import FolderContents, read_folder, write_folder
 from heddle.storage.manifest import parse_json_object
 from heddle.storage.rank_folder import write_rank_folder
@@ -75,7 +76,7 @@ def find_model_folder(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path:
 
     A checkpoint must have its own step's name and lie in its own run. ranks: collective; each verifies a share.
     """
-    if folder.suffix == ".gguf" and folder.is_file():
+    if folder.is_file() and is_gguf(folder):
         raise CheckpointError(f"{folder}: is a GGUF, not a folder; first `heddle import {folder} NAME`, then give NAME")
     if describe_path(folder) not in ("is a folder", "does not exist"):
         raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name a folder that heddle saved")

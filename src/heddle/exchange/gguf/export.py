@@ -30,7 +30,7 @@ from heddle.exchange.gguf.architectures import (
     GGUFTensor,
     gguf_tensors,
 )
-from heddle.exchange.gguf.file import HASH_KEY, MAGIC, NO_DIGITS, seal
+from heddle.exchange.gguf.file import HASH_KEY, NO_DIGITS, seal
 from heddle.exchange.gguf.keys_from_config import ConfigFields
 from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
@@ -443,9 +443,9 @@ def _check_target(file: Path) -> None:
         raise CheckpointError(f"{file}: is a folder; name a file")
     if file.is_file():  # the replacement refuses anything else
         with file_io.open_regular_file(file) as (descriptor, size):
-            start = bytearray(min(size, len(MAGIC)))
+            start = bytearray(min(size, len(file_io.GGUF_MAGIC)))
             file_io.read_exactly(descriptor, memoryview(start), file)
-        if start != MAGIC:
+        if start != file_io.GGUF_MAGIC:
             raise CheckpointError(f"{file}: exists and is not a GGUF; choose another name")
 
 

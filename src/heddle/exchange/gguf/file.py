@@ -19,7 +19,6 @@ import numpy.typing as npt
 from heddle.errors import CheckpointError
 from heddle.storage import file_io
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # the first one had lengths of 32 bits
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct's codes
 STRING, ARRAY = 8, 9
@@ -100,7 +99,7 @@ class _Reader:
         self.position, self.values_left = 0, MAX_VALUES
 
     def contents(self) -> Contents:
-        if self.mapped[:4] != MAGIC:
+        if self.mapped[:4] != file_io.GGUF_MAGIC:
             start = self.mapped[:40]
             remedy = "run `git lfs pull` for the file itself" if start.startswith(b"version https://git-lfs") else ""
             raise CheckpointError(f"{self.file}: is not a GGUF; {remedy or 'download it again'}")
