@@ -344,10 +344,9 @@ def fit_plan(
         )
     if chooses_tokens:
         notes.insert(0, ("tokens", f"each run trains on {int(chosen.budget_value):,} tokens"))
-        run_steps = int(chosen.budget_value) // (plan.batch_size * plan.sequence_length)
-        if plan.warmup is not None and plan.warmup > run_steps:
+        if plan.warmup is not None and plan.warmup > chosen.token_steps:
             chosen = replace(chosen, warmup=None)
-            notes.append(("warmup", f"of {run_steps} steps the warmup takes a twentieth, not {plan.warmup}"))
+            notes.append(("warmup", f"of {chosen.token_steps} steps the warmup takes a twentieth, not {plan.warmup}"))
     if len(chosen.seeds) < len(plan.seeds):
         notes.insert(0, ("seeds", f"{len(chosen.seeds)} seeds of each design are trained, not {len(plan.seeds)}"))
     return replace(chosen, budget_notes=tuple(notes))
@@ -393,7 +392,7 @@ def _least_steps(plan: ComparisonPlan, chooses_tokens: bool) -> int:
     """The fewest steps of a run that the budget may choose."""
     if chooses_tokens:
         return MIN_STEPS
-    return int(plan.budget_value) // (plan.batch_size * plan.sequence_length) if plan.budget_kind == "tokens" else 1
+    return plan.token_steps if plan.budget_kind == "tokens" else 1
 
 
 def describe_plan(

@@ -292,11 +292,10 @@ def _plan_time(
             plan = replace(plan, warmup=saved["warmup"])
         if not settings.speed_context_length and saved.get("speed_contexts"):
             plan = replace(plan, speed_contexts=tuple(saved["speed_contexts"]))
-    if not is_begun and plan.budget_kind == "tokens" and not chooses_tokens:  # older ones may have such a warmup
-        length = int(plan.budget_value) // (plan.batch_size * plan.sequence_length)
-        if plan.warmup is not None and plan.warmup > length:
-            reason = f"is longer than a run of {length} steps, which would never reach --lr"
-            raise ConfigError(f"--warmup {plan.warmup}: {reason}; give fewer steps, or more --tokens")
+    is_counted = not is_begun and plan.budget_kind == "tokens" and not chooses_tokens  # older ones may exceed it
+    if is_counted and plan.warmup is not None and plan.warmup > plan.token_steps:
+        reason = f"is longer than a run of {plan.token_steps} steps, which would never reach --lr"
+        raise ConfigError(f"--warmup {plan.warmup}: {reason}; give fewer steps, or more --tokens")
     if is_begun:
         plan = replace(plan, budget_notes=tuple(map(tuple, joined_plan(plan_file, plan).get("budget_notes", ()))))
     comparison = Comparison(plan, None, settings.out, runtime, workers, "")

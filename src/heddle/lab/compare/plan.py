@@ -425,6 +425,11 @@ class ComparisonPlan:
     trackers: tuple[str, ...] = ()  # to which the training on text is logged as well
     budget_notes: tuple[tuple[str, str], ...] = ()  # (setting, sentence) of what a time budget chose
 
+    @property
+    def token_steps(self) -> int:
+        """The steps of a run of `budget_value` tokens."""
+        return int(self.budget_value) // (self.batch_size * self.sequence_length)
+
     def __post_init__(self) -> None:
         """Raise ConfigError naming a design to which the learning rate does not transfer from its width."""
         for entry in self.entries:

@@ -114,7 +114,7 @@ def training_steps(comparison: Comparison, entry: DesignEntry) -> int:
     plan = comparison.plan
     tokens_per_step = plan.batch_size * plan.sequence_length
     if plan.budget_kind == "tokens":
-        steps = int(plan.budget_value) // tokens_per_step
+        steps = plan.token_steps
     elif plan.budget_kind == "flops":
         model = build(comparison.config(entry), device="meta")
         # a backward pass costs twice a forward pass
