@@ -257,9 +257,12 @@ def match_report(design: ModelConfig, preferred: str | None = None) -> MatchRepo
 
     preferred: the family that the model was imported from, as in `best_match`.
     """
-    if (exact := next(_exact_matches(design, preferred), None)) is not None:
-        return MatchReport(exact.architecture)
-    nearest = min(_matches(design, preferred), key=_total_weight)
+    matches = []
+    for match in _matches(design, preferred):
+        if not match.mismatches:
+            return MatchReport(match.architecture)
+        matches.append(match)
+    nearest = min(matches, key=_total_weight)
     reasons = tuple(describe_mismatch(design, mismatch) for mismatch in nearest.mismatches)
     changes = tuple(str(mismatch) for mismatch in nearest.mismatches)
     return MatchReport(families()[HEDDLE].architecture, reasons, nearest.architecture, changes)
