@@ -89,7 +89,8 @@ def default_targets(design: ModelConfig, sequence_length: int) -> list[str]:
         if isinstance(part, MLPConfig | GatedConfig):
             targets.append(f"hidden={max(1, int(share * part.hidden))}")
         elif isinstance(part, MoEConfig):
-            targets.append(f"keep_experts={max(part.top_k, int(share * part.experts))}")
+            left = max(part.top_k, int(share * part.experts))
+            targets += [f"merge_experts={left}", f"keep_experts={left}"]
     return [*dict.fromkeys(targets), "remove=feedforward", "remove=mixer"]
 
 
