@@ -99,7 +99,8 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> Scored:
 
 
 def test_scores_are_those_of_whole_models(lossy: Scored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 7 * 40 * 14)  # several chunks of tokens
+    monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 7 * 16 * 12)  # several chunks of tokens
+    monkeypatch.setattr(scores, "VOCABULARY_BLOCK", 16)  # and of the vocabulary
     scored = copy.copy(lossy)
     scored.kl, scored.gram = measure_singles(lossy.evaluator, lossy.items, lossy.folder)
     assert [(item.layer, item.target.split("=")[0].split(",")[0]) for item in scored.items][:5] == [
