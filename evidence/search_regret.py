@@ -182,7 +182,7 @@ def run_seed(folder: Path, seed: int) -> dict[str, Any]:
             all_seconds = time.process_time() - began
             pick: list[Replacement] = [search.items[item] for item in choices[len(choices) // 3]]
             alone = Evaluator(search.weights, final, search.given.folder, search.scoring.model).divergence(pick)
-            assert np.abs(alone - kl[len(choices) // 3]).max() < 1e-4, "an assignment differs from the model put together"
+            assert np.abs(alone - kl[len(choices) // 3]).max() < 1e-4, "an assignment differs from its whole model"
             by_layer = [search._by_layer(choice) for choice in choices]
             (folder / f"all-{seed}.json").write_text(json.dumps({"choices": by_layer, "kl": kl.round(7).tolist()}))
         table = search._table(np.zeros(len(search.items)), np.zeros((len(search.items),) * 2))

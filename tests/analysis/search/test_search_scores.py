@@ -26,6 +26,7 @@ from heddle.lab.search.scores import (
     single_scores,
 )
 from heddle.model.decoder import Decoder
+from heddle.model.load_config import load_config
 from heddle.storage.tensor_file import read_tensor_file, write_tensor_file
 from tests.conversion.exactness import design, difference, logits, random_text, source_model
 
@@ -174,3 +175,15 @@ def test_which_layers_and_targets(tmp_path: Path) -> None:
     assert set(mixed.left_out) == {"kv_heads=3"}
     with pytest.raises(ConfigError, match="vocab_size"):
         Replacements(ModelWeights(source_model(config)), TEXT, ("vocab_size=99",))
+
+
+def test_all_reasons_why_a_target_is_left_out_are_named() -> None:
+    layers = [{"mixer": MIXER | {"window": 4}}, {"repeat": 2, "mixer": MIXER}]
+    source = ModelWeights(source_model(load_config({"vocab_size": 40, "width": 16, "layers": layers})))
+    target = "latent_attention,kv_rank=4,rope_dim=2"
+    found = Replacements(source, random_text(rows=2, length=16), (target, "kv_heads=1"))
+    windowed, short = found.left_out[target].split("; ")[0], found.left_out[target]
+    assert windowed.startswith("layers.0.mixer")
+    assert "window" in windowed
+    assert "--calibration-tokens" in short
+    assert short.count("--calibration-tokens") == 1  # not once for each layer

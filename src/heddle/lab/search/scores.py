@@ -132,6 +132,7 @@ class Replacements:
         self.source, self.text = source, text
         self.items: list[Replacement] = []
         self.left_out: dict[str, str] = {}
+        self._reasons: dict[str, dict[str, str]] = {}
         self._converted: dict[str, list[Weights]] = {}
         layers = [index for index in range(source.design.depth) if index not in keep]
         for target in targets:
@@ -163,8 +164,12 @@ class Replacements:
         try:
             yield self._convert(target, layers)
         except DesignError as error:
-            self.left_out.setdefault(target, str(error))
-            possible = [index for index in layers if len(layers) > 1 and self._is_possible(target, index)]
+            alone = {index: self._obstacle(target, index) for index in layers} if len(layers) > 1 else {}
+            reasons = self._reasons.setdefault(target, {})
+            for each in (found for found in (alone or {0: error}).values() if found is not None):
+                reasons.setdefault(each.reason, str(each))  # of the first layer that it is about
+            self.left_out[target] = "; ".join(reasons.values()) or str(error)
+            possible = [index for index, obstacle in alone.items() if obstacle is None]
             if possible:
                 yield self._convert(target, possible)
 
@@ -177,12 +182,12 @@ class Replacements:
         build(converted.design, device="meta")
         return converted
 
-    def _is_possible(self, target: str, layer: int) -> bool:
+    def _obstacle(self, target: str, layer: int) -> DesignError | None:
         try:
             self._convert(target, (layer,))
-        except DesignError:
-            return False
-        return True
+        except DesignError as error:
+            return error
+        return None
 
     def _changed(self, target: str, converted: Weights) -> Iterator[Replacement]:
         new, old = converted.design, self.source.design
