@@ -143,6 +143,14 @@ def search_of(folder: Path, seed: int, budget: str) -> tuple[Search, Calibration
     return Search(given), final
 
 
+def allowed_among(search: Search, choices: Sequence[Sequence[str]]) -> list[int]:
+    """The numbers of the choices, by layer, that are within the limits of a search."""
+    table = search._table(np.zeros(len(search.items)), np.zeros((len(search.items),) * 2))
+    number_of = {(item.layer, item.target): number for number, item in enumerate(search.items)}
+    items = [tuple(number_of[layer, name] for layer, name in enumerate(choice) if name) for choice in choices]
+    return [number for number, choice in enumerate(items) if table.is_allowed(choice, search.limits)]
+
+
 def healing_tokens() -> int:
     """HEALED_SHARE of the training tokens."""
     return round(HEALED_SHARE * STEPS) * BATCH_SIZE * LENGTH
@@ -166,7 +174,7 @@ def count_search(search: Search) -> dict[str, float]:
 def run_seed(folder: Path, seed: int) -> dict[str, Any]:
     """Train, search at every budget, and measure all assignments of one seed."""
     found = dict[str, dict[str, Any]]()
-    kl, choices = np.zeros(0), list[Choice]()
+    kl, choices, by_layer = np.zeros(0), list[Choice](), list[list[str]]()
     for budget in BUDGETS:
         search, final = search_of(folder, seed, budget)
         if budget == BUDGETS[0]:
@@ -185,9 +193,8 @@ def run_seed(folder: Path, seed: int) -> dict[str, Any]:
             assert np.abs(alone - kl[len(choices) // 3]).max() < 1e-4, "an assignment differs from its whole model"
             by_layer = [search._by_layer(choice) for choice in choices]
             (folder / f"all-{seed}.json").write_text(json.dumps({"choices": by_layer, "kl": kl.round(7).tolist()}))
-        table = search._table(np.zeros(len(search.items)), np.zeros((len(search.items),) * 2))
-        allowed = [number for number, choice in enumerate(choices) if table.is_allowed(choice, search.limits)]
-        number_of = {tuple(search._by_layer(choice)): number for number, choice in enumerate(choices)}
+        allowed = allowed_among(search, by_layer)
+        number_of = {tuple(choice): number for number, choice in enumerate(by_layer)}
         own = kl[number_of[tuple(results.chosen)]]
 
         measured: Mapping[str, dict[str, Any]] = {
@@ -213,19 +220,41 @@ def run_seed(folder: Path, seed: int) -> dict[str, Any]:
             "exhaustive_seconds": round(all_seconds, 1)}  # fmt: skip
 
 
+def pooled(folder: Path, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean regret of all seeds at each budget and at all of them, with the interval of a bootstrap over sequences."""
+    generator, drawn = np.random.default_rng(0), dict[str, list[FloatArray]]()
+    for run in runs:
+        saved = json.loads((folder / f"all-{run['seed']}.json").read_text())
+        kl, numbers = np.array(saved["kl"]), {tuple(choice): number for number, choice in enumerate(saved["choices"])}
+        picks = [slice(None), *generator.integers(kl.shape[1], size=(RESAMPLES, kl.shape[1]))]
+        means = np.stack([kl[:, pick].mean(1) for pick in picks])
+        for budget, found in run["budgets"].items():
+            allowed = allowed_among(search_of(folder, runs[0]["seed"], budget)[0], list(numbers))
+            within = means[:, allowed]
+            best, median = within.min(1), np.median(within, 1)
+            chosen = means[:, numbers[tuple(found["chosen"]["choice"])]]
+            drawn.setdefault(budget, []).append((chosen - best) / (median - best))
+    of = {budget: np.mean(rows, 0) for budget, rows in drawn.items()}
+    of["all"] = np.mean(list(of.values()), 0)
+    found = {}
+    for name, row in of.items():
+        low, high = np.quantile(row[1:], (0.025, 0.975)).tolist()
+        found[name] = {"regret": round(float(row[0]), 5), "low": round(low, 5), "high": round(high, 5)}
+    return found
+
+
 def heal_some(folder: Path, seed: int) -> dict[str, Any]:
     """Heal the best and random assignments within a budget: how their KL before and after healing agree."""
     search, final = search_of(folder, seed, HEALED_BUDGET)
     _, results = search.run()
     saved = json.loads((folder / f"all-{seed}.json").read_text())
     number_of = {(item.layer, item.target): number for number, item in enumerate(search.items)}
-    table = search._table(np.zeros(len(search.items)), np.zeros((len(search.items),) * 2))
     fitted, chosen = dict[Choice, float](), ()
-    for names, row in zip(saved["choices"], saved["kl"], strict=True):
+    for number in allowed_among(search, saved["choices"]):
+        names = saved["choices"][number]
         choice = tuple(number_of[layer, target] for layer, target in enumerate(names) if target)
-        if table.is_allowed(choice, search.limits):
-            fitted[choice] = float(np.mean(row))
-            chosen = choice if names == results.chosen else chosen
+        fitted[choice] = float(np.mean(saved["kl"][number]))
+        chosen = choice if names == results.chosen else chosen
     order = sorted(fitted, key=lambda choice: fitted[choice])
     drawn = np.random.default_rng(0).permutation(np.arange(HEALED, len(order)))[:HEALED].tolist()
     picked = list(dict.fromkeys([*order[:HEALED], *(order[number] for number in drawn), chosen]))
@@ -286,6 +315,8 @@ def main() -> None:
         for seed in itertools.filterfalse(done.__contains__, arguments.seeds):
             content["runs"].append(run_seed(arguments.out, seed))
             write()
+        content["pooled"] = pooled(arguments.out, content["runs"])
+        write()
 
 
 if __name__ == "__main__":
