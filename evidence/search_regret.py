@@ -221,7 +221,7 @@ def run_seed(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def pooled(folder: Path, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean regret of all seeds at each budget and at all of them, with the interval of a bootstrap over sequences."""
+    """The mean regret of all seeds, at each budget and at all of them, with the interval of a bootstrap."""
     generator, drawn = np.random.default_rng(0), dict[str, list[FloatArray]]()
     for run in runs:
         saved = json.loads((folder / f"all-{run['seed']}.json").read_text())
@@ -236,7 +236,7 @@ def pooled(folder: Path, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             drawn.setdefault(budget, []).append((chosen - best) / (median - best))
     of = {budget: np.mean(rows, 0) for budget, rows in drawn.items()}
     of["all"] = np.mean(list(of.values()), 0)
-    found = {}
+    found = dict[str, dict[str, float]]()
     for name, row in of.items():
         low, high = np.quantile(row[1:], (0.025, 0.975)).tolist()
         found[name] = {"regret": round(float(row[0]), 5), "low": round(low, 5), "high": round(high, 5)}
@@ -249,7 +249,8 @@ def heal_some(folder: Path, seed: int) -> dict[str, Any]:
     _, results = search.run()
     saved = json.loads((folder / f"all-{seed}.json").read_text())
     number_of = {(item.layer, item.target): number for number, item in enumerate(search.items)}
-    fitted, chosen = dict[Choice, float](), ()
+    fitted = dict[Choice, float]()
+    chosen: Choice = ()
     for number in allowed_among(search, saved["choices"]):
         names = saved["choices"][number]
         choice = tuple(number_of[layer, target] for layer, target in enumerate(names) if target)
