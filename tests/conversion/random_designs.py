@@ -119,8 +119,8 @@ def plain(data: dict[str, Any]) -> dict[str, Any]:
 def without_value_embeddings(mixer: dict[str, Any]) -> None:
     """Leave them out, also within pairs."""
     mixer.pop("value_embedding", None)
-    for name in ("first", "second"):
-        without_value_embeddings(mixer.get(name, {}))
+    for name in {"first", "second"} & mixer.keys():
+        without_value_embeddings(mixer[name])
 
 
 def convert_exactly(config: ModelConfig, rewrites: list[Rewrite]) -> bool:
