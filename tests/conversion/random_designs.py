@@ -62,6 +62,7 @@ ATTENTION: dict[str, Rewrites] = {
     "kv_heads": repeated,
     "latent_attention": lambda config: [rewrites()["latent_attention"]()],
     "sparse_index": lambda config: [SparseIndex(top_k=8, block=8, longest_text=64)],
+    "window": lambda config: [Window(window=64, longest_text=64)],
 }
 EXACT: dict[str, Rewrites] = ATTENTION | {
     "tied": lambda config: [*untied(config), *([Tied(tied=True)] if config.head.tied else [])],
@@ -73,7 +74,6 @@ EXACT: dict[str, Rewrites] = ATTENTION | {
     "depth at the end": lambda config: [Depth(depth=config.depth + 1, at="end")],
     "width": lambda config: [StreamWidth(width=config.width + 20)],
     "vocab_size": lambda config: [VocabSize(vocab_size=64)],
-    "window": lambda config: [Window(window=64, longest_text=64)],
     "layerwise": lambda config: [Layerwise(choices=("layers.0.experts=3,top_k=2",))],
 }
 
@@ -119,8 +119,8 @@ def plain(data: dict[str, Any]) -> dict[str, Any]:
 def without_value_embeddings(mixer: dict[str, Any]) -> None:
     """Leave them out, also within pairs."""
     mixer.pop("value_embedding", None)
-    for name in ("first", "second"):
-        without_value_embeddings(mixer.get(name, {}))
+    for name in ("first", "second") if mixer.get("kind") == "pair" else ():
+        without_value_embeddings(mixer[name])
 
 
 def convert_exactly(config: ModelConfig, rewrites: list[Rewrite]) -> bool:

@@ -43,7 +43,7 @@ class ValueEmbeddingConfig(Config):
     gate_channels: Width | None = None  # the gate reads the first ones of x; default: 32, or all if these are fewer
     gate_bound: PositiveFloat | None = None  # upper bound of the gate; default: 2
     shared: bool = False  # reads the table of the last earlier layer that has its own
-    table: Annotated[int, Field(ge=0, le=2**20)] | None = None  # a number by which several tables are told apart
+    table: Annotated[int, Field(ge=0, le=1024)] | None = None  # a number by which several tables are told apart
 
     @model_validator(mode="after")
     def _check(self) -> Self:
