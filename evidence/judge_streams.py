@@ -4,7 +4,7 @@
 `simulate` draws pairs from these tables: a run of the design and one of a variant on one block of windows. What the
 variant gains varies over windows as it did in training, with either sign; its mean over the text is shifted to the
 proposal's true effect. Streams are judged by `heddle.lab.judge`, and what was measured is written. Effects are in
-standard deviations of a run over seeds.
+standard deviations of a run over seeds; those of random proposals are measured, too (`examples/judge_loop.py`).
 """
 
 import argparse
@@ -23,7 +23,10 @@ from scipy.special import stdtrit
 
 from evidence.row import attention, stack
 from heddle.lab.judge.evidence import (
+    LEAD,
     LOOK,
+    LOOK_LEADING,
+    LOOKS,
     MAX_PAIRS,
     MIN_CHANCE,
     MIN_CHANCE_POOLED,
@@ -57,11 +60,15 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # as proposals:
     "one kv head": (("layers.*.mixer.kv_heads=1",), {}),
 }
 VARIANT_SEEDS = 16
+DRAWN, DRAWN_SEEDS = 48, 2  # random proposals
+UNCHANGED = ("lr=0.005", "optimizer=adamw", "schedule=wsd")  # of these, copies of the design
 
 STREAMS, PROPOSALS, ALPHA = 2000, 50, 0.1
 BLOCK, TUNING = 48, 32  # windows of a pair, by the judge's rule, and of the first look
 CALIBRATION, REFERENCE = 6, 4  # runs of the first incumbent, for the noise; of later ones, for the first look
 TRUE_SHARE, RESUBMISSIONS, NEAR = 0.1, 3, 3.0  # NEAR: evidence of what nearly won
+MIXES = ("mixed", "harmful", "worse", "drawn")
+TURNS = 8  # through all ideas, of a loop that runs them again
 
 
 def train_table(out: Path) -> None:
@@ -84,9 +91,10 @@ def train_table(out: Path) -> None:
     with progress.quiet():
         corpus = prepare_corpus(["stdlib"], vocab_size=512, max_train_tokens=None)
     budget = EvaluationBudget(final_tokens=WINDOWS * LENGTH)
-    for name, (overrides, changed) in {"": ((), {}), **VARIANTS}.items():
+    drawn = drawn_proposals()
+    for name, (overrides, changed) in {"": ((), {}), **VARIANTS, **drawn}.items():
         config = load_config(dict(DESIGN), list(overrides)).replace(vocab_size=corpus.tokenizer.vocab_size)
-        for seed in range(VARIANT_SEEDS if name else SEEDS):
+        for seed in range(DRAWN_SEEDS if name in drawn else VARIANT_SEEDS if name else SEEDS):
             if (name, seed) in done:
                 continue
             start, folder = time.process_time(), out / "run"
@@ -96,6 +104,7 @@ def train_table(out: Path) -> None:
             bits, sizes = zip(*trained.scores, strict=True)
             rates = [round(value / size, 3) for value, size in zip(bits, sizes, strict=True)]
             line = {"name": name, "seed": seed, "rates": rates, "seconds": round(time.process_time() - start, 1)}
+            line["loss"] = sum(bits) / sum(sizes)
             with file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line) + "\n")
             shutil.rmtree(folder, ignore_errors=True)
@@ -104,7 +113,45 @@ def train_table(out: Path) -> None:
     tables = {name: [x["rates"] for x in lines if x["name"] == name] for name in ("", *VARIANTS)}
     result = {"design": DESIGN, "settings": SETTINGS, "data": "stdlib", "seconds": sum(x["seconds"] for x in lines)}
     result |= {"bits_per_byte": tables.pop(""), "variants": tables}
+    result["drawn"] = {name: [round(x["loss"], 4) for x in lines if x["name"] == name] for name in drawn}
     (RESULTS / "judge_noise.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+
+
+def drawn_proposals() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
+    """The first of the example's random proposals that can be built on the design, each once."""
+    import random
+
+    from examples.judge_loop import draw_proposal
+    from heddle.errors import ConfigError
+    from heddle.model.load_config import load_config
+
+    found: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
+    known, seed = set[str](), 0
+    while len(found) < DRAWN:
+        proposal, seed = draw_proposal(random.Random(seed)), seed + 1
+        overrides, training = proposal.get("overrides", []), dict(proposal.get("training", {}))
+        try:
+            design = load_config(dict(DESIGN), list(overrides)).dump()
+        except ConfigError:
+            continue
+        key = json.dumps([design, training], sort_keys=True)
+        if "lr" in training:
+            training["learning_rate"] = training.pop("lr")
+        if key not in known:
+            known.add(key)
+            found[proposal["name"]] = (tuple(overrides), training)
+    return found
+
+
+def deconvolved(means: Floats, error: float) -> tuple[Floats, Floats]:
+    """(effects, shares) under which means with normal errors of this deviation are likeliest (Kiefer and Wolfowitz)."""
+    grid = np.arange(math.floor(means.min()), math.ceil(means.max()) + 0.05, 0.1)
+    density = np.exp(-(((means[:, None] - grid) / error) ** 2) / 2)
+    shares = np.full(len(grid), 1 / len(grid))
+    for _ in range(2000):
+        posterior = density * shares
+        shares = (posterior / posterior.sum(1, keepdims=True)).mean(0)
+    return grid, shares
 
 
 @dataclass
@@ -113,12 +160,14 @@ class Source:
 
     The first kind is the incumbent. tails: degrees of freedom of Student's t instead of the runs' noise. skew: noise of
     a pair that is exponential, on the side of its sign. spread: of the runs of one in nine proposals. rare: a share of
-    windows where a proposal loses what it gains in all others, 2 standard deviations over seeds.
+    windows where a proposal loses what it gains in all others, 2 standard deviations over seeds. drawn: (effects,
+    shares) of random proposals.
     """
 
     tables: list[Floats]
     profiles: Floats
     rng: np.random.Generator
+    drawn: tuple[Floats, Floats] = (np.zeros(1), np.ones(1))
     tails: float = 0.0
     skew: float = 0.0
     spread: float = 1.0
@@ -134,7 +183,15 @@ class Source:
         profiles = means[0] - means
         # deviations from the mean of n seeds are too small by this factor
         rests = [(table - table.mean(0)) * math.sqrt(len(table) / (len(table) - 1)) for table in tables]
-        return cls(rests, profiles - profiles.mean(1, keepdims=True), rng, **noise)
+        source = cls(rests, profiles - profiles.mean(1, keepdims=True), rng, **noise)
+        losses = {name: np.array(values) for name, values in result["drawn"].items()}
+        base = next(losses[name] for name in losses if name == UNCHANGED[0])
+        gains = np.array([base - values for name, values in losses.items() if name not in UNCHANGED])
+        gains /= source.seed_deviation
+        effects, shares = deconvolved(gains.mean(1), math.sqrt(gains.var(1, ddof=1).mean() / gains.shape[1]))
+        shares = np.where(effects < 0.95, shares, 0)
+        source.drawn = effects, shares / shares.sum()
+        return source
 
     def __post_init__(self) -> None:
         self.seed_deviation = float(np.sqrt((self.tables[0].mean(1) ** 2).mean()))
@@ -239,12 +296,48 @@ class Trials:
             self.evidence[group] += chances / np.maximum(levels, 1e-300)
 
 
+class Leads:
+    """The incumbents of streams that adopt what leads, and the text of first runs."""
+
+    def __init__(self, source: Source, streams: int) -> None:
+        self.source, self.windows = source, source.windows(streams, MAX_PAIRS * BLOCK)
+        self.losses, self.runs = np.zeros(streams), np.zeros(streams, dtype=np.int64)  # of the incumbents
+        self.renew(np.arange(streams), CALIBRATION)
+
+    def renew(self, members: Ints, runs: int = REFERENCE) -> None:
+        """Runs of new incumbents, around which later losses are."""
+        self.runs[members], self.losses[members] = runs, 0.0
+        for _ in range(runs):
+            self.losses[members] += self.source.runs(self.windows[members]) / runs
+
+    def look(self, trials: Trials) -> Ints:
+        """The streams whose first runs buy pairs."""
+        members, streams = np.arange(len(self.runs)), len(self.runs)
+        self.looks, totals, self.gains = np.zeros(streams, dtype=np.int64), np.zeros(streams), np.zeros(streams)
+        for least in (*LOOKS, -math.inf):
+            kinds = trials.kinds[members]
+            totals[members] += self.source.runs(self.windows[members], kinds) - trials.effects[members]
+            self.looks[members] += 1
+            self.gains[members] = self.losses[members] - totals[members] / self.looks[members]
+            members = members[self.gains[members] >= least * self._run(trials, members)]
+        return members[self.gains[members] >= LOOK_LEADING * self._run(trials, members)]
+
+    def _run(self, trials: Trials, members: Ints) -> Floats:
+        return np.asarray(trials.deviation[members] / math.sqrt(2))
+
+    def adopt(self, trials: Trials) -> npt.NDArray[np.bool_]:
+        """[streams]: which proposals become the incumbents: those that are better or lead after all of their runs."""
+        looks, pairs = 1 / (1 / self.looks + 1 / self.runs), trials.counts / 2
+        gains = (looks * self.gains + trials.sums * trials.deviation / 2) / (looks + pairs)
+        return np.asarray(trials.better | (gains >= LEAD * self._run(trials, np.arange(len(gains)))))
+
+
 @dataclass
 class Outcome:
     """What streams came to. false, better: [streams] at the end; worst: the largest false / max(1, better) on the way.
 
-    effects, verdicts, pairs: [streams, proposals] of each proposal: its true effect, whether it was called better, and
-    the pairs it took with its resubmissions; a first look is half a pair.
+    effects, verdicts, adopted, pairs: [streams, proposals] of each proposal: its true effect, whether it was called
+    better, whether it became the incumbent, and the pairs it took with its resubmissions; a first run is half a pair.
     """
 
     false: Floats
@@ -252,40 +345,64 @@ class Outcome:
     worst: Floats
     effects: Floats
     verdicts: npt.NDArray[np.bool_]
+    adopted: npt.NDArray[np.bool_]
     pairs: Floats
-    quality: Floats
+
+    @property
+    def quality(self) -> Floats:
+        return np.asarray((self.adopted * self.effects).sum(1))
+
+    @property
+    def runs(self) -> Floats:
+        """[streams]: all, with those of the incumbents."""
+        return np.asarray(2 * self.pairs.sum(1) + REFERENCE * self.adopted.sum(1) + CALIBRATION)
 
     @property
     def shares(self) -> Floats:
         return np.asarray(self.false / np.maximum(1, self.better))
 
 
-def draw_effects(rng: np.random.Generator, count: int, harmful: bool = False) -> Floats:
-    """A tenth are 1, 2 or 3; others are 0, or half of them −1, −2 or −3 where some are harmful."""
+def draw_effects(source: Source, count: int, mix: str) -> Floats:
+    """A tenth are 1, 2 or 3. Others are 0; `harmful`: half are −1, −2 or −3; `worse`: all are from −2 to 0.
+
+    `drawn`: they are random proposals, as measured.
+    """
+    rng = source.rng
     sizes, kinds = rng.integers(1, 4, count), rng.random(count)
-    worse = harmful & (kinds > (1 + TRUE_SHARE) / 2)
-    return np.asarray(np.where(kinds < TRUE_SHARE, sizes, np.where(worse, -sizes, 0.0)))
+    others = np.where((mix == "harmful") & (kinds > (1 + TRUE_SHARE) / 2), -sizes, 0.0)
+    if mix == "worse":
+        others = -2 * rng.random(count)
+    elif mix == "drawn":
+        others = rng.choice(source.drawn[0], count, p=source.drawn[1])
+    return np.asarray(np.where(kinds < TRUE_SHARE, sizes, others))
 
 
 def run_streams(
-    source: Source, proposer: str, rule: str = "e-lond", streams: int = STREAMS, own: bool = True
+    source: Source,
+    proposer: str,
+    rule: str = "e-lond",
+    streams: int = STREAMS,
+    own: bool = True,
+    leading: bool = False,
 ) -> Outcome:
     """Judge streams. A proposer sees every verdict, and here all evidence and all true effects, too.
 
-    null: nothing has an effect. mixed, harmful: `draw_effects`. greedy: mixed, and after what nearly won it resubmits,
-    or proposes a variation, which has the same effect in half of the cases. adversarial: two proposals of effect 3 are
+    null: nothing has an effect. One of MIXES: `draw_effects`. greedy: mixed, and after what nearly won it resubmits, or
+    proposes a variation, which has the same effect in half of the cases. adversarial: two proposals of effect 3 are
     called better first, which raises the levels; then nothing has an effect, and what nearly won is resubmitted.
-    own: as ledgers are judged; False: by the pooled spread and without a first look, as older ones.
+    own: as ledgers are judged; False: by the pooled spread and without a first look, as older ones. leading: with
+    `--adopt leading`.
     """
     rng, everyone = source.rng, np.arange(streams)
     (deviation, tuning), degrees = source.calibration(streams), np.full(streams, CALIBRATION - 1.0)
     past: list[list[Decision]] = [[] for _ in everyone]
-    false, better, worst, quality = (np.zeros(streams) for _ in range(4))
-    all_effects, verdicts = np.zeros((streams, PROPOSALS)), np.zeros((streams, PROPOSALS), dtype=bool)
-    pairs = np.zeros((streams, PROPOSALS), dtype=np.int64)
+    false, better, worst = (np.zeros(streams) for _ in range(3))
+    all_effects, pairs = np.zeros((streams, PROPOSALS)), np.zeros((streams, PROPOSALS))
+    verdicts, adopted = np.zeros((2, streams, PROPOSALS), dtype=bool)
+    leads = Leads(source, streams) if leading else None
     near, last = np.zeros(streams, dtype=bool), np.zeros(streams)
     for number in range(PROPOSALS):
-        effects = np.zeros(streams) if proposer == "null" else draw_effects(rng, streams, proposer == "harmful")
+        effects = np.zeros(streams) if proposer == "null" else draw_effects(source, streams, proposer)
         if proposer == "greedy":
             effects = np.where(near, last * (rng.random(streams) < 0.5), effects)
         elif proposer == "adversarial":
@@ -293,8 +410,12 @@ def run_streams(
         levels = np.array([next_level(history, ALPHA, rule, PROPOSALS) for history in past])
         noise = (deviation, degrees)
         trials = Trials(levels, noise, effects * source.seed_deviation, source.kinds(streams), own)
-        looked = trials.look(source, tuning, np.where(better, REFERENCE, CALIBRATION)) if own else everyone
+        if leads is not None:
+            looked = leads.look(trials)
+        else:
+            looked = trials.look(source, tuning, np.where(better, REFERENCE, CALIBRATION)) if own else everyone
         trials.submit(looked, source)
+        is_adopted = leads.adopt(trials) if leads is not None else trials.better
         for _ in range(RESUBMISSIONS if proposer in ("greedy", "adversarial") else 0):
             again = ~trials.better & (trials.peak >= NEAR)
             if proposer == "greedy":
@@ -306,20 +427,26 @@ def run_streams(
             history.append(Decision(float(levels[stream]), int(better[stream]), peak, bool(trials.better[stream])))
         better += trials.better
         false += trials.better & (effects <= 0)
-        quality += trials.better * effects
+        is_adopted = is_adopted | trials.better
+        if leads is not None:
+            leads.renew(np.flatnonzero(is_adopted))
         worst = np.maximum(worst, false / np.maximum(1, better))
-        all_effects[:, number], verdicts[:, number], pairs[:, number] = effects, trials.better, trials.counts
+        all_effects[:, number], verdicts[:, number], adopted[:, number] = effects, trials.better, is_adopted
+        pairs[:, number] = trials.counts + (own if leads is None else leads.looks) / 2
         extra = np.maximum(trials.counts - 1, 0)
         rest = trials.squares - trials.sums**2 / np.maximum(trials.counts, 1)
         deviation = deviation * np.sqrt((degrees + rest) / (degrees + extra))
         degrees = degrees + extra
-    return Outcome(false, better, worst, all_effects, verdicts, pairs + np.float64(own / 2), quality)
+    return Outcome(false, better, worst, all_effects, verdicts, adopted, pairs)
 
 
-def keep_if_lower(source: Source, effects: Floats, repeats: int, runs: Ints | None = None) -> Floats:
+def keep_if_lower(
+    source: Source, effects: Floats, repeats: int, runs: Ints | None = None, again: bool = False
+) -> Floats:
     """[streams]: true quality when what is lower than the lowest loss so far is kept, all read on one text.
 
-    effects: [streams, proposals]. repeats: runs of each, averaged. runs: after so many runs a stream stops.
+    effects: [streams, proposals]. repeats: runs of each, averaged. runs: after so many runs a stream stops. again: what
+    was not kept is run once more, in turn, while there are runs.
     """
     streams = len(effects)
     windows = source.windows(streams, MAX_PAIRS * BLOCK)
@@ -328,13 +455,18 @@ def keep_if_lower(source: Source, effects: Floats, repeats: int, runs: Ints | No
         return np.mean([source.runs(windows, kinds) for _ in range(repeats)], axis=0)
 
     best, quality, kept_text = measure(), np.zeros(streams), np.zeros(streams)
-    for number in range(effects.shape[1]):
-        true, kinds = quality + effects[:, number], source.kinds(streams)
+    count, has_kept, used = effects.shape[1], np.zeros(effects.shape, dtype=bool), np.full(streams, repeats)
+    of = np.stack([source.kinds(streams) for _ in range(count)], axis=1)
+    for number in [*range(count)] * (TURNS if again else 1):
+        is_run = ~has_kept[:, number] & (True if runs is None else used + repeats <= runs)
+        if not is_run.any():
+            continue
+        used += repeats * is_run
+        true, kinds = quality + effects[:, number], of[:, number]
         text = kept_text + np.sign(kinds) * np.take_along_axis(source.profiles[np.abs(kinds)], windows, 1).mean(1)
         loss = measure(kinds) - true * source.seed_deviation - kept_text
-        kept = loss < best
-        if runs is not None:
-            kept &= (number + 2) * repeats <= runs
+        kept = is_run & (loss < best)
+        has_kept[:, number] |= kept
         best, quality = np.where(kept, loss, best), np.where(kept, true, quality)
         kept_text = np.where(kept, text, kept_text)
     return quality
@@ -348,13 +480,14 @@ def upper_bound(values: Floats) -> float:
 def error_rates(outcome: Outcome) -> dict[str, float]:
     """The false discovery rate at the end of the streams, and where each is at its worst."""
     null = outcome.effects <= 0
+    cost = outcome.pairs + REFERENCE / 2 * outcome.adopted
     return {
         "fdr": round(float(outcome.shares.mean()), 4),
         "fdr_upper_95": round(upper_bound(outcome.shares), 4),
         "worst_moment": round(float(outcome.worst.mean()), 4),
         "worst_moment_upper_95": round(upper_bound(outcome.worst), 4),
         "better_per_stream": round(float(outcome.better.mean()), 3),
-        "pairs_per_null": round(float(outcome.pairs[null].mean()), 3),
+        "pairs_per_null": round(float(cost[null].mean()), 3),
     }
 
 
@@ -376,25 +509,32 @@ def power_in_streams(outcome: Outcome) -> dict[str, float]:
     return {str(k): round(float(outcome.verdicts[outcome.effects == k].mean()), 3) for k in (3, 2, 1)}
 
 
-def quality(source: Source, outcome: Outcome, harmful: bool) -> dict[str, Any]:
-    """The judge's final true quality against keep-if-lower with as many runs (calibration included)."""
-    runs = (2 * outcome.pairs.sum(1) + REFERENCE * outcome.better + CALIBRATION).astype(np.int64)
-    repeats = max(1, round(float(runs.mean()) / PROPOSALS))
+def quality(source: Source, outcome: Outcome, mix: str) -> dict[str, Any]:
+    """The judge's final true quality against keep-if-lower with as many runs, and against all true gains.
+
+    No policy is higher than all true gains, so `all gains, higher` bounds what any judge could have there.
+    """
+    runs, ideas, effects = outcome.runs.astype(np.int64), outcome.effects.shape[1], outcome.effects
+    repeats = max(1, round(float(runs.mean()) / ideas))
     longest = int(runs.max())
-    more = draw_effects(source.rng, len(runs) * longest, harmful).reshape(-1, longest)
+    more = draw_effects(source, len(runs) * longest, mix).reshape(-1, longest)
     baselines = {
-        f"same ideas, {repeats} runs each": keep_if_lower(source, outcome.effects, repeats),
+        "same ideas, one run each, again in turn": keep_if_lower(source, effects, 1, runs, again=True),
+        f"same ideas, {repeats} runs each": keep_if_lower(source, effects, repeats),
         "one run each, more ideas": keep_if_lower(source, more, 1, runs),
-        "same ideas, one run each (less compute)": keep_if_lower(source, outcome.effects, 1),
     }
+    best = np.maximum(effects, 0).sum(1)
     result: dict[str, Any] = {"runs": round(float(runs.mean()), 1), "judge": round(float(outcome.quality.mean()), 3)}
+    result |= {"all gains": round(float(best.mean()), 3), "adopted": round(float(outcome.adopted.sum(1).mean()), 2)}
     for name, other in baselines.items():
-        wins, ties = float((outcome.quality > other).mean()), float((outcome.quality == other).mean())
+        wins, ties = (outcome.quality > other + 1e-9), np.abs(outcome.quality - other) <= 1e-9
         result[name] = {
             "quality": round(float(other.mean()), 3),
-            "judge_higher": round(wins, 3),
-            "equal": round(ties, 3),
+            "judge_higher": round(float(wins.mean()), 3),
+            "equal": round(float(ties.mean()), 3),
         }
+        if "same" in name:
+            result[name]["all gains, higher"] = round(float((best > other + 1e-9).mean()), 3)
     return result
 
 
@@ -422,35 +562,39 @@ def show(name: str, value: object) -> None:
     print(f"{name}: {json.dumps(value)}", flush=True)
 
 
-def simulate(streams: int, seed: int) -> dict[str, Any]:
-    """All figures."""
+def simulate(streams: int, seed: int, only: str = "") -> dict[str, Any]:
+    """All figures, or those of the streams (rule and proposer) whose name starts with `only`, where it is not empty."""
 
     def source(**noise: float) -> Source:
         return Source.read(np.random.default_rng(seed), **noise)
 
     figures: dict[str, Any] = {"streams": streams, "proposals": PROPOSALS, "alpha": ALPHA, "seed": seed}
     figures["seed_deviation"] = round(source().seed_deviation, 4)
-    figures["power_at_first_level"] = power(source(), streams)
-    show("power", figures["power_at_first_level"])
+    if not only:
+        figures["power_at_first_level"] = power(source(), streams)
+        show("power", figures["power_at_first_level"])
     figures["errors"], figures["quality"], figures["power_in_streams"] = {}, {}, {}
-    for rule in ("e-lond", "e-lord", "e-saffron"):
-        for proposer in ("null", "mixed", "harmful", "greedy", "adversarial"):
+    for rule, leading in (("e-lond", False), ("e-lond", True), ("e-lord", False), ("e-saffron", False)):
+        for proposer in ("null", *MIXES, "greedy", "adversarial"):
+            name = f"{rule}{' leading' * leading}, {proposer}"
+            if not name.startswith(only):
+                continue
             one = source()
-            outcome = run_streams(one, proposer, rule, streams)
-            figures["errors"][f"{rule}, {proposer}"] = error_rates(outcome)
-            show(f"{rule}, {proposer}", error_rates(outcome))
-            if proposer in ("mixed", "harmful"):
-                name = f"{rule}, {proposer}"
+            outcome = run_streams(one, proposer, rule, streams, leading=leading)
+            figures["errors"][name] = error_rates(outcome)
+            show(name, error_rates(outcome))
+            if proposer in MIXES:
                 figures["power_in_streams"][name] = power_in_streams(outcome)
                 show(f"{name} power", figures["power_in_streams"][name])
-            if rule == "e-lond" and proposer in ("mixed", "harmful"):
-                figures["quality"][name] = quality(one, outcome, proposer == "harmful")
-                show(f"{name} quality", figures["quality"][name])
-    for proposer in ("null", "adversarial"):
+                if rule == "e-lond":
+                    figures["quality"][name] = quality(one, outcome, proposer)
+                    show(f"{name} quality", figures["quality"][name])
+    for proposer in () if only else ("null", "adversarial"):
         rates = error_rates(run_streams(source(), proposer, streams=streams, own=False))
         figures["errors"][f"older ledgers (e-lond, pooled spread), {proposer}"] = rates
         show(f"pooled, {proposer}", rates)
-    figures["misspecified"] = misspecify(source, streams)
+    if not only:
+        figures["misspecified"] = misspecify(source, streams)
     return figures
 
 
@@ -461,14 +605,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/judge"), help="where runs are kept meanwhile")
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--seed", type=int, default=0, help="of the simulation")
+    parser.add_argument("--only", default="", help="streams whose name starts so; the other figures stay")
     arguments = parser.parse_args()
     if arguments.what == "train":
         train_table(arguments.out)
         return
-    start = time.process_time()
-    figures = simulate(arguments.streams, arguments.seed)
+    start, file = time.process_time(), RESULTS / "judge_streams.json"
+    figures = simulate(arguments.streams, arguments.seed, arguments.only)
     figures["seconds"] = round(time.process_time() - start)
-    (RESULTS / "judge_streams.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if arguments.only:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        merged = {name: before[name] | figures[name] for name in ("errors", "quality", "power_in_streams")}
+        figures = before | merged
+    file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -476,6 +476,11 @@ def test_renamed_code_is_the_same_code() -> None:
     text = 'class My:\n    """Words."""\n    def go(self, x):\n        self.y = x * 2  # twice\n        return self.y\n'
     renamed = text.replace("My", "Mine").replace("y", "z").replace('"""Words."""', "'other words'").replace("x", "u")
     assert code_hash(text) == code_hash(renamed) != code_hash(text.replace("* 2", "* 3"))
+    imports = "import model as m\nfrom model import build\nimport model\nmodel.build(m)\nscore = 1\n"
+    moved = imports.replace("model", "net")
+    assert code_hash(imports, {"model.py": "file0"}) == code_hash(moved, {"net.py": "file0"})
+    assert code_hash(imports, {"model.py": "file0"}) != code_hash(moved, {"net.py": "file1"})
+    assert code_hash(imports, {"score.py": "file0"}) == code_hash(imports)  # a variable, not the file
 
 
 def fake_losses(monkeypatch: pytest.MonkeyPatch, loss: Callable[[str], float]) -> list[dict[str, Any]]:

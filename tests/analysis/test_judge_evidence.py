@@ -440,14 +440,67 @@ def test_wrong_arguments_are_named() -> None:
 def test_streams_on_the_noise_of_real_runs_hold_and_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_streams, "PROPOSALS", 8)
 
-    def rates(proposer: str, own: bool = True, **noise: float) -> dict[str, float]:
+    def rates(proposer: str, own: bool = True, leading: bool = False, **noise: float) -> dict[str, float]:
         source = judge_streams.Source.read(np.random.default_rng(0), **noise)
         assert min(source.tables[0].shape) >= 64
-        return judge_streams.error_rates(judge_streams.run_streams(source, proposer, streams=100, own=own))
+        outcome = judge_streams.run_streams(source, proposer, streams=100, own=own, leading=leading)
+        return judge_streams.error_rates(outcome)
 
     assert rates("adversarial")["worst_moment_upper_95"] <= 0.12
+    assert rates("adversarial", leading=True)["worst_moment_upper_95"] <= 0.12
+    with monkeypatch.context() as patch:
+        inner = judge_streams.Leads.look
+
+        def look(leads: judge_streams.Leads, trials: judge_streams.Trials) -> Any:
+            looked = inner(leads, trials)
+            gains = leads.gains[looked] / trials.deviation[looked]
+            for total, value in ((trials.sums, gains), (trials.squares, gains**2), (trials.counts, 1)):
+                total[looked] += (MAX_PAIRS - 1) * value
+            return looked
+
+        patch.setattr(judge_streams.Leads, "look", look)
+        assert rates("null", leading=True)["fdr"] > 0.12  # planted: what chose the proposal counts as its pairs
     monkeypatch.setattr(judge_streams.Source, "kinds", lambda source, count: (source.rng.random(count) < 0.2) * 1 + 1)
     assert rates("null", spread=20.0)["fdr_upper_95"] <= 0.12
     assert rates("null", own=False, spread=20.0)["fdr"] > 0.2  # planted: a spread that is not the proposal's
     monkeypatch.setattr(judge_streams, "next_level", lambda past, alpha, *_: alpha * (1 + sum(d.better for d in past)))
     assert rates("null")["fdr"] > 0.12  # planted: levels that spend alpha on every proposal
+
+
+def test_what_leads_makes_a_better_model_than_what_is_shown_to_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_streams, "PROPOSALS", 20)
+
+    def share(leading: bool) -> float:
+        source = judge_streams.Source.read(np.random.default_rng(0))
+        outcome = judge_streams.run_streams(source, "harmful", streams=60, leading=leading)
+        return float(outcome.quality.sum() / np.maximum(outcome.effects, 0).sum())
+
+    leading = share(True)
+    assert leading > share(False) + 0.1
+    monkeypatch.setattr(judge_streams, "LEAD", -9.0)
+    assert share(True) < leading - 0.1  # planted: everything is adopted
+
+
+def test_a_lead_is_the_mean_of_first_runs_and_pairs_by_their_variances() -> None:
+    """Many draws: the weights have the least spread, and the unit is that of a run."""
+    rng, noise = np.random.default_rng(0), Noise(math.sqrt(2) * 3.0, math.inf, own=True)
+    draws = [
+        (rng.normal(-6.0, 3.0, 4), rng.normal(0.0, 3.0, 6), rng.normal(6.0, noise.deviation, 2)) for _ in range(4000)
+    ]
+    leads = np.array([evidence.lead(list(looks), list(runs), list(pairs), noise) for looks, runs, pairs in draws])
+    assert abs(leads.mean() - 2.0) < 0.05
+    looks, pairs = 1 / (1 / 4 + 1 / 6), 1.0
+    assert abs(leads.std() * math.sqrt(looks + pairs) - 1) < 0.05
+    assert evidence.lead([1.0, math.inf], [2.0], [], noise) == -math.inf
+    assert evidence.lead([1.0], [2.0], [-math.inf], noise) == -math.inf
+
+
+def test_first_runs_go_on_while_they_promise_a_lead() -> None:
+    noise, reference = Noise(math.sqrt(2), 30.0, own=True), [10.0] * 6
+    assert evidence.leading_look([15.0], reference, noise) == "worse"
+    assert evidence.leading_look([10.2], reference, noise) == "another run"
+    assert evidence.leading_look([10.4], reference, noise) == "no clear difference"
+    assert evidence.leading_look([9.0, 9.0, 9.0], reference, noise) == "another run"
+    assert evidence.leading_look([9.0, 9.0, 9.0, 15.0], reference, noise) == "no clear difference"
+    assert evidence.leading_look([9.0] * 4, reference, noise) is None
+    assert evidence.leading_look([9.0, math.inf], reference, noise) == "no clear difference"

@@ -96,6 +96,11 @@ def test_a_better_trainer_becomes_the_incumbent(made: Path, tmp_path: Path) -> N
     # the same code with another comment, and weights beside it
     copy = judge("submit", write(tmp_path / "copy", 1, extra="# another comment\n"), **where)
     assert (copy["verdict"], copy["rule"]) == ("refused", "copy")
+    renamed = tmp_path / "copy" / "renamed.yaml"
+    renamed.write_text((tmp_path / "copy" / "trainer.yaml").read_text().replace("train.py", "learn.py"))
+    (tmp_path / "copy" / "learn.py").write_bytes((tmp_path / "copy" / "train.py").read_bytes())
+    copy = judge("submit", renamed, **where)
+    assert (copy["verdict"], copy["rule"]) == ("refused", "copy"), copy["sentence"]
     (tmp_path / "copy" / "score.py").write_bytes(b"\xff\xfe\x00")
     weights = judge("submit", tmp_path / "copy" / "trainer.yaml", **where)
     assert (weights["verdict"], weights["rule"]) == ("refused", "initial_weights")

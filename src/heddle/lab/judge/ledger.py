@@ -6,7 +6,7 @@ text. `proposals/N` holds the proposal as submitted, the results of its runs and
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -206,7 +206,7 @@ class Ledger:
         """The proposals that became the incumbent."""
         return [entry for entry in self.entries if entry.get("verdict", {}).get("incumbent")]
 
-    def has_adopted(self, entry: dict[str, Any]) -> bool:
+    def has_adopted(self, entry: Mapping[str, Any]) -> bool:
         """Whether a proposal, or the one that it continues, became the incumbent."""
         return any(each["root"] == entry["root"] for each in self.accepted)
 

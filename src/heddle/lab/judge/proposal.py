@@ -341,9 +341,7 @@ def _screened(request: Mapping[str, Any]) -> dict[str, Any]:
     if candidate.trainer is not None:
         if set(change) != {"trainer"} and number:
             raise Refused("trainer", "a trainer of your own brings its own design and data; propose nothing beside it")
-        identity = json_sha256(
-            [candidate.trainer["train"], candidate.trainer["score"], _trainer_code(folder, candidate)]
-        )
+        identity = json_sha256(_trainer_code(folder, candidate))
         _refuse_known(request, identity)
         if number:
             _refuse_held_out_code(request, folder, candidate)
@@ -489,10 +487,18 @@ def _known_codes() -> dict[str, str]:
     }
 
 
-def code_hash(source: str) -> str:
-    """The SHA-256 of code without comments, docstrings, and the names of what it defines, but for fields of configs."""
-    tree = ast.parse(source)
+def code_hash(source: str, files: Mapping[str, str] | None = None) -> str:
+    """The SHA-256 of code without comments, docstrings, and the names of what it defines, but for fields of configs.
+
+    files: what stands for the name of each file beside it, where it is imported.
+    """
+    tree, places = ast.parse(source), {Path(file).stem: place for file, place in (files or {}).items()}
     names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in places:
+            node.module = places[node.module]
+        elif isinstance(node, ast.Import):
+            names |= {each.name: places[each.name] for each in node.names if each.name in places}
     for node in ast.walk(tree):
         for name in _defined(node):
             names.setdefault(name, f"name{len(names)}")
@@ -523,13 +529,19 @@ def _defined(node: ast.AST) -> Iterator[str]:
 
 
 def _trainer_code(folder: Path, candidate: Candidate) -> list[str]:
-    """The hashes of a trainer's files, in order: of Python without comments and names of what it defines."""
-    assert candidate.trainer is not None
-    hashes = []
-    for file, digest in candidate.trainer["files"]:
+    """The commands, and the hashes of the files, in order: of Python without comments and names of what it defines.
+
+    The names of files do not count either.
+    """
+    trainer = candidate.trainer
+    assert trainer is not None
+    places = {Path(file).name: f"file{index}" for index, (file, _) in enumerate(trainer["files"])}
+    hashes = [" ".join(places.get(word, word) for word in trainer[name].split()) for name in ("train", "score")]
+    for file, digest in trainer["files"]:
         path = Path(checked_file(folder, file, digest))
         try:
-            hashes.append(code_hash(path.read_text(encoding="utf-8")) if path.suffix == ".py" else digest)
+            is_code = path.suffix == ".py"
+            hashes.append(code_hash(path.read_text(encoding="utf-8"), places) if is_code else digest)
         except (SyntaxError, ValueError, RecursionError):
             hashes.append(digest)
     return hashes

@@ -53,8 +53,8 @@ def lineage_figure(judged: Sequence[Mapping[str, Any]], style: DesignStyle) -> F
     total, values = 0.0, [Value(0, 0.0, title="the first incumbent")]
     for verdict in judged:
         if verdict["incumbent"]:
-            lead = {"mean": verdict["lead"], "low": None, "high": None} if "lead" in verdict else None
-            values.append(_value(verdict | {"improvement": lead or verdict["improvement"]}, total))
+            lead = {"improvement": {"mean": verdict["lead"], "low": None, "high": None}} if "lead" in verdict else {}
+            values.append(_value({**verdict, **lead}, total))
             total += verdict.get("lead", verdict["improvement"]["mean"])
     return line_figure([Series("", style, values)], _numbers(judged), axis("improvement in all, bits per byte"))
 
