@@ -43,8 +43,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _forked_starts() -> Iterator[None]:
+    """Processes are forked, and nobody waits for a disk: what `fsync` is for, stand-ins of storage's calls test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", forked.Popen)
+        patch.setattr(os, "fsync", os.fstat)
         yield
         forked.close()
 

@@ -289,6 +289,7 @@ def end(call: Callable[[], None]) -> NoReturn:
 def main(descriptor: int) -> None:
     """Import what the processes need, fork one for each request, and in it do what was asked."""
     subprocess.Popen = Popen  # type: ignore[misc]
+    os.fsync = os.fstat  # type: ignore[assignment]
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until a process has become what was asked
     for name in IMPORTED:
         importlib.import_module(name)

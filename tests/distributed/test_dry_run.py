@@ -26,9 +26,9 @@ SEQUENCE_LENGTH = 32
 
 
 def hybrid() -> ModelConfig:
-    """Attention once, then eight times a block of a delta rule with experts and attention."""
+    """Attention once, then five times a block of a delta rule with experts and attention."""
     block = [{"mixer": DELTA, "feedforward": EXPERTS}, {"mixer": ATTENTION, "feedforward": GATED}]
-    layers = [{"mixer": ATTENTION, "feedforward": GATED}, {"repeat": 8, "layers": block}]
+    layers = [{"mixer": ATTENTION, "feedforward": GATED}, {"repeat": 5, "layers": block}]
     return load_config({"vocab_size": 128, "width": 32, "layers": layers})
 
 

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import (
     profile_cards,
@@ -16,8 +14,6 @@ from tests.analysis.comparison.plain import (
 )
 from tests.analysis.comparison.test_text_profile import make_run
 from tests.html_page import Page
-
-pytestmark = pytest.mark.usefixtures("light")
 
 
 def whole(designs: int = 4) -> dict[str, Any]:

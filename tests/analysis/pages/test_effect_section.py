@@ -3,15 +3,11 @@
 import json
 from typing import Any
 
-import pytest
-
 from heddle.lab.pages.render import render
 from tests.analysis.comparison import reports
 from tests.analysis.comparison.plain import effect_figures, equal_size_table, report_context, report_page
 from tests.analysis.comparison.test_effects import varied
 from tests.html_page import Page
-
-pytestmark = pytest.mark.usefixtures("light")
 
 
 def named(labels: list[str]) -> dict[str, Any]:

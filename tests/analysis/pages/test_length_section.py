@@ -43,7 +43,6 @@ def without_longer_texts(report: dict[str, Any], note: str | None) -> dict[str, 
     return reports.finish(report)
 
 
-@pytest.mark.usefixtures("light")
 def test_the_page_says_what_was_read_and_measured() -> None:
     parsed = Page(report_page(with_lost_numbers(reports.make_report())))
     text = parsed.text()
@@ -68,7 +67,6 @@ def test_the_page_says_what_was_read_and_measured() -> None:
     )
 
 
-@pytest.mark.usefixtures("light")
 def test_what_was_not_read_has_no_section() -> None:
     off, short = (
         without_longer_texts(reports.make_report(), note)
@@ -102,7 +100,7 @@ def test_the_figure_shows_the_changes(make: Any) -> None:
     assert figure["layout"]["shapes"][0]["x0"] == figure["layout"]["shapes"][0]["x1"] == 256
 
 
-def test_nothing_finished_draws_nothing(tmp_path: Any, light: None) -> None:
+def test_nothing_finished_draws_nothing(tmp_path: Any) -> None:
     report = reports.hollow()
     assert length_figure(report) is None
     write_report(report, tmp_path)

@@ -37,7 +37,8 @@ MAKERS = [reports.make_report, reports.single, reports.crowd, reports.hollow]
 ATTACK = '<script>alert("1")</script>'
 
 
-def test_the_page_holds_plotly_once_and_loads_nothing() -> None:
+def test_the_page_holds_plotly_once_and_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_module, "plotly_script", get_plotlyjs)
     text = report_page(reports.make_report())
     parsed = Page(text)
     assert text.count(get_plotlyjs()) == 1
@@ -49,7 +50,6 @@ def test_the_page_holds_plotly_once_and_loads_nothing() -> None:
     assert Page('<a href="https://example.org">x</a>').loads == ["https://example.org"]
 
 
-@pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("make", MAKERS)
 def test_pages_nest_and_name_every_place_once(make: Any) -> None:
     parsed = Page(report_page(make()))
@@ -60,7 +60,6 @@ def test_pages_nest_and_name_every_place_once(make: Any) -> None:
         Page("<p><b>planted</p></b>")
 
 
-@pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("make", MAKERS)
 def test_everything_is_readable_without_scripts(make: Any) -> None:
     report = make()
@@ -82,7 +81,6 @@ def test_everything_is_readable_without_scripts(make: Any) -> None:
         assert words in text
 
 
-@pytest.mark.usefixtures("light")
 def test_the_table_says_numbers_and_judgements() -> None:
     text = Page(report_page(reports.make_report())).text()
     for words in ("−0.022 ± 0.012 better", "+0.031 ± 0.011 worse", "not resolved", "baseline", "24.1 k tok/s"):
@@ -91,7 +89,6 @@ def test_the_table_says_numbers_and_judgements() -> None:
         assert words in text
 
 
-@pytest.mark.usefixtures("light")
 def test_one_seed_never_looks_sure() -> None:
     several, single = report_page(reports.make_report()), report_page(reports.make_report(seeds=1))
     assert 'class="judgment better"' in several
@@ -118,7 +115,6 @@ def attacked() -> dict[str, Any]:
     return report
 
 
-@pytest.mark.usefixtures("light")
 def test_words_of_others_stay_words(monkeypatch: pytest.MonkeyPatch) -> None:
     text = report_page(attacked())
     parsed = Page(text)
@@ -236,7 +232,6 @@ def test_an_article_is_not_marked_as_a_name() -> None:
     assert name_parts({"designs": [{"name": "a"}], "baseline": "a"}, "a alone") == [("a alone", False)]
 
 
-@pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("make", MAKERS)
 def test_written_files_are_strict_and_the_same_every_time(make: Any, tmp_path: Path) -> None:
     report = make()
@@ -255,7 +250,6 @@ def test_written_files_are_strict_and_the_same_every_time(make: Any, tmp_path: P
     assert sorted(file.name for file in path.parent.iterdir()) == ["report.html", "report.json"]
 
 
-@pytest.mark.usefixtures("light")
 def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_report(reports.single(), tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}

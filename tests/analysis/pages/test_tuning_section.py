@@ -19,9 +19,6 @@ from tests.html_page import Page
 NAMES = [*reports.TINY]
 
 
-pytestmark = pytest.mark.usefixtures("light")
-
-
 def test_a_shared_value_that_answers_otherwise() -> None:
     report = with_tuning(reports.make_report())
     chosen, shared = report["tuning"]["sentences"]
