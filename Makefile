@@ -76,9 +76,9 @@ bench: dev ## speed against peers and limits: about 40 minutes (BENCH_ARGS=--all
 evidence: core ## run every row of docs/evidence.md: about an hour of one core; continues where it stopped
 	@$(RUN) -m evidence --workers $(WORKERS)
 
-docs: ## build the documentation as a site, offline, in half a minute: build/docs/index.html (its explorer needs torch)
+docs: ## build the documentation as a site with Sphinx, offline, in about a minute: build/docs/index.html
 	@sh tools/install.sh docs
-	@echo "heddle: writing a thousand pages into build/docs, in about half a minute"
+	@echo "heddle: writing three hundred pages into build/docs, in about a minute"
 	@$(RUN) -m tools.site build/docs
 
 package: dev ## build the sdist and the wheel into dist/, offline, and try the wheel from an empty folder
