@@ -10,6 +10,7 @@ BUDGET ?= --tokens 40000 --batch-size 4 --sequence-length 128 --recall mqar --sp
 ALL_DESIGNS := $(patsubst %,preset:%-tiny,mha gqa mqa local_global mla linear gated_delta hybrid)
 COMPARE_ARGS ?=
 BENCH_ARGS ?=
+SEARCH_ARGS ?=
 SOAK_SECONDS ?= 600
 PYTEST_ARGS ?=
 QUICK := tests/test_*.py tests/laws/test_laws.py tests/parts
@@ -20,7 +21,7 @@ RUN := .venv/bin/python
 export PYTHON TORCH_INDEX PIP_ARGS HASHES TORCH
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help compare compare-all ablation test test-browser quick nightly soak clients bench evidence docs package lock clean core dev
+.PHONY: help compare compare-all ablation test test-browser quick nightly soak clients bench evidence search-gemma docs package lock clean core dev
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -75,6 +76,9 @@ bench: dev ## speed against peers and limits: about 40 minutes (BENCH_ARGS=--all
 
 evidence: core ## run every row of docs/evidence.md: about an hour of one core; continues where it stopped
 	@$(RUN) -m evidence --workers $(WORKERS)
+
+search-gemma: core ## search Gemma 3 270M, from PyPI, at half its state: hours; SEARCH_ARGS=--dry-run says how long; continues
+	@$(RUN) -m evidence.search_gemma $(SEARCH_ARGS)
 
 docs: ## build the documentation as a site with Sphinx, offline, in about a minute: build/docs/index.html
 	@sh tools/install.sh docs

@@ -179,6 +179,46 @@ CASES: dict[str, Data] = {
         layer(attention(kv_heads=2, causal=False)),
         layer(attention(kv_heads=2, causal=False, dropout=0.2, position=None, value_residual="learned"), repeat=2),
     ),
+    "attention-value-embedding": design(
+        layer(attention(kv_heads=2, value_dim=5, window=3, value_norm=True, value_embedding={"table": 3})),
+        layer(attention(kv_heads=1, head_dim=4, k_eq_v=True, value_embedding={"mix": "learned"}), repeat=2),
+        layer(
+            attention(
+                heads=6,
+                kv_heads=2,
+                head_dim=6,
+                value_dim=5,
+                qk_norm="head",
+                exclusive=True,
+                value_residual="learned",
+                value_embedding={"gate_channels": 7, "gate_bound": 3.0, "shared": True, "table": 3},
+            )
+        ),
+        layer(attention(kv_heads=1, head_dim=4, value_embedding={"mix": [0.8, -0.6], "shared": True})),
+        layer(attention(heads=6, kv_heads=1, head_dim=4, shared_kv=True)),
+    ),
+    "attention-value-embedding-bidirectional": design(
+        layer(attention(kv_heads=2, causal=False, dropout=0.2, value_embedding={})),
+        layer(attention(kv_heads=2, causal=False, window=2, position=None, value_embedding={"shared": True})),
+    ),
+    "pair-value-embedding": design(
+        layer(
+            {
+                "kind": "pair",
+                "first": attention(kv_heads=1, value_embedding={}),
+                "second": {"kind": "retention", "heads": 3, "value_embedding": {"mix": "learned"}},
+            }
+        ),
+        layer(None),
+    ),
+    "value-embeddings-of-other-mixers": design(
+        layer({"kind": "retention", "heads": 3, "value_dim": 5, "gate": "silu", "value_embedding": {"table": 0}}, None),
+        layer({"kind": "linear_attention", "heads": 3, "value_embedding": {"gate_channels": 4}}, None),
+        layer(differential(kv_heads=1, value_embedding={"mix": "learned"}), None),
+        layer({"kind": "retention", "heads": 3, "value_dim": 5, "value_embedding": {"shared": True, "table": 0}}),
+        layer({"kind": "linear_attention", "heads": 3, "value_embedding": {"mix": [1.0, 0.5]}}),
+        layer(differential(kv_heads=1, window=3, value_embedding={"shared": True})),
+    ),
     "attention-shared-keys-bidirectional": design(
         layer(attention(kv_heads=1, causal=False, position=BUCKETS)),
         layer(attention(kv_heads=1, causal=False, dropout=0.2, sink=True, position=None, shared_kv=True)),

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from heddle.runtime import DEFAULT_CHOICES, install
+from tests import forked
 
 # Compiled files are kept whatever the shell says: else each test process compiles the tests, each command the package.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -39,8 +41,26 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000)  # models of tests make many objects and little garbage
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _forked_starts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forked.Popen)
+        yield
+        forked.close()
+
+
+@pytest.fixture
+def real_starts() -> Iterator[None]:
+    """Every process is started anew, as by a user."""
+    with forked.real_starts():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _reset_globals() -> Iterator[None]:
+def _reset_globals(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Globals as before each test. At night every process is started anew."""
+    if any(request.node.get_closest_marker(name) for name in ("nightly", "soak")):
+        request.getfixturevalue("real_starts")
     reset_globals()
     yield
     reset_globals()  # fixtures of a wider scope run before those of the next test

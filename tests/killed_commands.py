@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from heddle.storage.run_log import first_difference
 from tests import small
 from tests.data import chats
+from tests.forked import is_starter
 from tools.kill_test import children, is_alive
 
 TRAIN = "--out ~/out --steps 8 --save-every 2 --batch-size 4 --threads 1 --device cpu --quiet"
@@ -321,8 +322,9 @@ def _last_sentence(err: str) -> str:
 
 
 def descendants(process: int) -> list[int]:
-    """The processes below a process that run."""
-    return [each for child in children(process) for each in (child, *descendants(child))]
+    """The processes below a process that run, but those that only start others."""
+    below = [each for child in children(process) for each in (child, *descendants(child))]
+    return [each for each in below if not is_starter(each)]
 
 
 def _cpu_of(process: int) -> float:

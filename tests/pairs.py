@@ -179,6 +179,12 @@ def model_choices(config: Config, path: str = "") -> Iterator[tuple[str, str, An
             yield path + name, str(value), value
 
 
+def names_table(entry: LayerConfig) -> bool:
+    """Whether a layer's value embeddings have a number, by which a later layer shares their table."""
+    table = None if entry.mixer is None else entry.mixer.value_table
+    return table is not None and table.table is not None
+
+
 @cache
 def catalogue() -> dict[str, dict[str, list[Any]]]:
     """Factor -> label -> variants from the cases; the most frequent label first. A factor has at least two labels."""
@@ -188,8 +194,8 @@ def catalogue() -> dict[str, dict[str, list[Any]]]:
         config = with_rate(case(name), 0.0)
         context = BuildContext(config.width, config.norm)
         # What a layer reads of another one, or of a residual, is no choice of one layer; test_laws.py has those cases.
-        sources = zip(config.expand(), config.kv_sources, config.value_sources, strict=True)
-        alone = [each for (_, each), *read in sources if read == [None, None]]
+        sources = zip(config.expand(), config.kv_sources, config.value_sources, config.table_sources, strict=True)
+        alone = [each for (_, each), *read in sources if read == [None] * 3 and not names_table(each)]
         alone = [each for each in alone if each.feedforward is None or not each.feedforward.reads_streams]
         layers = [choice for each in alone for choice in layer_choices(each, context)]
         for factor, label, value in [*layers, *model_choices(config)]:

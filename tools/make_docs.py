@@ -54,7 +54,7 @@ from heddle.model import config as model_config  # noqa: E402
 from heddle.model.decoder import build  # noqa: E402
 from heddle.model.load_config import DEFAULTS  # noqa: E402
 from heddle.numerics.kernels import OPERATIONS  # noqa: E402
-from heddle.parts.modules import indexer  # noqa: E402
+from heddle.parts.modules import indexer, value_embedding  # noqa: E402
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig  # noqa: E402
 from heddle.parts.scalings import LongContextFactor  # noqa: E402
 from heddle.settings import settings_of  # noqa: E402
@@ -235,6 +235,9 @@ def model_blocks() -> Iterator[str]:
     yield from ("## ShortConvolutionConfig", prose(cls.__doc__), fields(cls, cls.model_fields))
     yield from ("## IndexerConfig", prose(indexer.__doc__), prose(indexer.IndexerConfig.__doc__))
     yield fields(indexer.IndexerConfig, indexer.IndexerConfig.model_fields)
+    embedding = value_embedding.ValueEmbeddingConfig
+    yield from ("## ValueEmbeddingConfig", prose(value_embedding.__doc__), prose(embedding.__doc__))
+    yield fields(embedding, embedding.model_fields)
 
 
 def refused_pairs() -> str:

@@ -115,9 +115,11 @@ class Config(BaseModel):
     """Plain data about an architecture. No device, precision, kernel or batch size.
 
     later_fields: fields that earlier versions do not have. At their defaults, dumps and fingerprints omit them.
+    absent_fields: fields of related configs that this one lacks, and why.
     """
 
     later_fields: ClassVar[tuple[str, ...]] = ()
+    absent_fields: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -290,6 +292,8 @@ def parse_config(target: type[C], data: Any, path: str = "") -> C:
         cls, data = _resolve(slot, data, path)
     known = cls.model_fields
     for name in data:
+        if name not in known and name in dict(cls.absent_fields):
+            raise DesignError(join(path, name), dict(cls.absent_fields)[name])
         if name not in known:
             raise DesignError(path, _unknown("field", name, sorted(known), nested_field(known, name, Config)))
     values = {name: _decode_value(_content(cls, name), value, join(path, name)) for name, value in data.items()}

@@ -182,6 +182,103 @@ def test_a_first_run_decides_what_is_bought_and_more_buys_past_it(
     assert len(Ledger.open(ledger).reference or []) == judging.REFERENCE_RUNS
 
 
+def test_a_copy_of_a_proposal_that_another_incumbent_was_judged_against_is_refused(
+    ledger: Path, workers: Workers
+) -> None:
+    narrow = {"overrides": ["layers.*.feedforward.hidden=28"]}
+    assert submit(ledger, narrow)["verdict"] != "refused"
+    assert submit(ledger, BETTER)["incumbent"]
+    ran = len(workers.ran)
+    copy = submit(ledger, {"name": "other", **narrow, "training": BAD})
+    assert (copy["verdict"], copy["rule"]) == ("refused", "copy"), copy["sentence"]
+    assert "proposal 1" in copy["sentence"]
+    assert len(workers.ran) == ran
+    assert submit(ledger, narrow)["verdict"] != "refused"  # of the new incumbent, so another design
+
+
+def gains_of(name: str, gains: dict[str, float]) -> float:
+    return gains[name.split("-")[1].rstrip("0123456789")] if name[0] == "p" else 0.0
+
+
+def test_what_leads_becomes_the_incumbent_without_a_claim(made: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Its first runs decide, with fresh seeds on the calibration text; `--more` continues against its own incumbent."""
+    gains = {"look": 0.02, "pair": 0.0, "reference": 0.02}
+    requests = fake_losses(monkeypatch, lambda name: 2.0 - gains_of(name, gains))
+    ledger = tmp_path / "ledger"
+    options = OPTIONS | {"adopt": "leading", "out": ledger}
+    judge("init", made / "good.yaml", data=[str(made / "text")], **options)
+    monkeypatch.setattr(evidence, "LOOK_LEADING", math.inf)
+    first = submit(ledger, {"name": "wide", "overrides": ["layers.*.feedforward.hidden=28"]})
+    assert (first["verdict"], first["incumbent"], first["pairs"]) == ("no clear difference", True, 0), first["sentence"]
+    assert "becomes the incumbent, without a claim" in first["sentence"]
+    looks = [request for request in requests if "look" in request["name"]]
+    assert len({request["settings"]["seed"] for request in looks}) == len(looks) == 1 + len(evidence.LOOKS)
+    assert {spans_of(request) for request in looks} == {spans_of({"held_out": Ledger.open(ledger).windows.tuning})}
+    assert (Ledger.open(ledger).incumbent.name, Ledger.open(ledger).incumbent_number) == ("wide", 1)
+    assert "leads" in (ledger / "judge.html").read_text()
+    # what is behind stops after one run, and is not adopted
+    gains["look"], count = -0.02, len(requests)
+    behind = submit(ledger, {"overrides": ["layers.*.feedforward.hidden=32"]})
+    assert (behind["against"], behind["incumbent"], "lead" in behind) == (1, False, False)
+    assert len(requests) == count + 1
+    # the claim: pairs against the incumbent of its time, with all earlier evidence, and no second adoption
+    gains["pair"], count = 0.002, len(requests)
+    weak = submit(ledger, {"name": "wide", "overrides": ["layers.*.feedforward.hidden=28"]}, more=True)
+    assert (weak["continues"], weak["against"], weak["incumbent"]) == (1, 0, False)
+    assert {request["design"]["layers"][0]["feedforward"]["hidden"] for request in requests[count:]} == {24, 28}
+    gains["pair"] = 0.5
+    better = submit(ledger, {"name": "wide", "overrides": ["layers.*.feedforward.hidden=28"]}, more=True)
+    assert (better["verdict"], better["against"], better["incumbent"]) == ("better", 0, False), better["sentence"]
+    assert better["differences"][: weak["pairs"]] == weak["differences"]
+    assert "is the incumbent already" in better["sentence"]
+    found = Ledger.open(ledger)
+    assert [entry["number"] for entry in found.accepted] == [1]
+    assert found.incumbent_number == 1
+    assert len(found.reference or []) == judging.REFERENCE_RUNS
+
+
+def test_what_fails_at_the_second_size_does_not_lead(made: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    gains = {"look": 0.5, "pair": 0.5, "second": -0.5, "reference": 0.5}
+    fake_losses(monkeypatch, lambda name: 2.0 - gains_of(name, gains))
+    options = OPTIONS | {"adopt": "leading", "second": 3.0, "out": tmp_path / "ledger"}
+    judge("init", made / "good.yaml", data=[str(made / "text")], **options)
+    verdict = submit(tmp_path / "ledger", {"overrides": ["layers.*.feedforward.hidden=40"]})
+    assert (verdict["verdict"], verdict["incumbent"]) == ("no clear difference", False), verdict["sentence"]
+
+
+@pytest.mark.parametrize("point", ["proposal-look0", "proposal-look2", "proposal-reference0", "fixing", "recording"])
+def test_a_killed_lead_ends_with_the_same_verdict(
+    point: str, made: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run is trained only where no kill came after it."""
+    monkeypatch.setattr(evidence, "LOOK_LEADING", math.inf)
+    options = OPTIONS | BAD | {"adopt": "leading", "out": tmp_path / "ledger"}
+    judge("init", made / "good.yaml", data=[str(made / "text")], **options)
+    shutil.copytree(tmp_path / "ledger", tmp_path / "whole" / "ledger")
+    expected = submit(tmp_path / "whole" / "ledger", BETTER)
+    assert (expected["verdict"], expected["incumbent"]) == ("no clear difference", True)
+    workers.ran.clear()
+    record, start = Ledger.record, workers.start
+
+    def starting(request: Path, target: Path) -> Any:
+        if point in request.name:
+            raise Killed
+        return start(request, target)
+
+    def recording(ledger: Ledger, line: dict[str, Any]) -> None:
+        if line["event"] == {"fixing": "proposal", "recording": "verdict"}.get(point):
+            raise Killed
+        record(ledger, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "start_worker", starting)
+        patch.setattr(Ledger, "record", recording)
+        with pytest.raises(Killed):
+            submit(tmp_path / "ledger", BETTER)
+    assert submit(tmp_path / "ledger", BETTER) == expected
+    assert len(workers.ran) == len(set(workers.ran)) == 1 + len(evidence.LOOKS) + judging.REFERENCE_RUNS
+
+
 def test_an_older_ledger_is_judged_as_it_began(ledger: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its noise is pooled, and it has no first look."""
     inner = Ledger.open
@@ -509,6 +606,7 @@ def test_the_command(ledger: Path, workers: Workers, capsys: pytest.CaptureFixtu
 INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "alpha": ({"alpha": 1.5}, "--alpha 1.5"),
     "rule": ({"rule": "bonferroni"}, "--rule bonferroni"),
+    "adopt": ({"adopt": "all"}, "--adopt all"),
     "match": ({"match": "luck"}, "--match luck"),
     "pairs": ({"pairs": 1}, "--pairs 1"),
     "second": ({"second": 0.5}, "--second 0.5"),

@@ -92,6 +92,7 @@ def test_a_file_left_behind_is_noticed(workspace: Path, tmp_path: Path) -> None:
     assert list(command.differences(whole)) == [".out.tmp-1-0 was left behind"]
 
 
+@pytest.mark.usefixtures("real_starts")
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_while_a_worker_is_imported(
     number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -122,6 +123,7 @@ AT_EXIT = "import atexit, os, signal; atexit.register(lambda: os.kill(os.getpid(
 CASES = [(IN_THREAD, number) for number in STOP_SIGNALS] + [(AT_EXIT, number) for number in STOP_SIGNALS]
 
 
+@pytest.mark.usefixtures("real_starts")
 @pytest.mark.parametrize(("plant", "number"), CASES)
 def test_a_signal_while_a_process_ends(plant: str, number: signal.Signals) -> None:
     """Python would answer SIGINT with a traceback of its own end, and the others with nothing."""

@@ -86,6 +86,7 @@ def random_design(number: int, attention: bool = False) -> ModelConfig:
     config = draw.design()
     while attention:
         mixer = {"kind": "attention", **draw.instance({"$ref": "#/$defs/mixers.attention"}, "mixer", 0)}
+        without_value_embeddings(mixer)
         if generator.random() < 0.7:
             mixer["position"] = draw.instance({"$ref": "#/$defs/positions.rope"}, "position", 0)
         layer = {"repeat": 2, "mixer": mixer, "feedforward": {"kind": "gated", "hidden": 20}}
@@ -105,6 +106,7 @@ def plain(data: dict[str, Any]) -> dict[str, Any]:
             change(inner)
         layer.pop("shared", None)
         layer.pop("adapter_rank", None)
+        without_value_embeddings(layer.get("mixer") or {})
         feedforward = layer.get("feedforward") or {}
         if feedforward.get("kind") == "ngram_memory" or feedforward.get("selection", "scores") != "scores":
             layer["feedforward"] = {"kind": "gated", "hidden": 20}
@@ -112,6 +114,13 @@ def plain(data: dict[str, Any]) -> dict[str, Any]:
     for layer in data["layers"]:
         change(layer)
     return data
+
+
+def without_value_embeddings(mixer: dict[str, Any]) -> None:
+    """Leave them out, also within pairs."""
+    mixer.pop("value_embedding", None)
+    for name in ("first", "second"):
+        without_value_embeddings(mixer.get(name, {}))
 
 
 def convert_exactly(config: ModelConfig, rewrites: list[Rewrite]) -> bool:

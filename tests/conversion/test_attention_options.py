@@ -75,6 +75,7 @@ IN_NO_FAMILY: list[tuple[ModelConfig, str, str]] = [
         parsed(design(layer(attention(4), GATED), layer(attention(4, value_residual="learned"), GATED))),
         "llama", "layers.1.mixer.value_residual is learned",
     ),
+    (parsed(design(layer(attention(4, value_embedding={}), GATED))), "llama", "layers.0.mixer.value_embedding"),
     (case("attention-indexer"), "llama", "indexer"),
     (case("latent-indexer"), "deepseek_v3", "indexer"),
     (case("rwkv7"), "llama", "mixer.kind is rwkv7"),

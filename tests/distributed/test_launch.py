@@ -57,6 +57,7 @@ def test_a_rank_is_killed_and_a_signal_saves_once(options: list[str], tmp_path: 
     assert ending(out, STEPS) == ending(tmp_path / "whole", STEPS)
 
 
+@pytest.mark.usefixtures("real_starts")
 def test_all_ranks_fail_with_one_sentence(options: list[str], tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("holds something else")
     command = [sys.executable, "-m", "heddle", "train", *options, "--out", str(tmp_path)]

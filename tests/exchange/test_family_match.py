@@ -12,6 +12,7 @@ from heddle.exchange.export import export
 from heddle.exchange.family import families
 from heddle.exchange.family_match import (
     best_match,
+    exported_design,
     family_lines,
     family_losses,
     match_family,
@@ -55,6 +56,15 @@ def test_what_is_in_the_way_and_that_the_change_removes_it(override: str) -> Non
     assert f"{path} is {value}" in report.reasons
     assert report.nearest is not None
     assert match_report(loaded(override, *report.changes)).architecture == report.nearest
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "mamba", "bert", "gpt2"])
+def test_plain_data_leaves_out_only_families_that_differ(name: str) -> None:
+    nearest = match_family(loaded(), families()[name])
+    design = exported_design(loaded(), nearest.config, nearest.family)
+    matches = {other: match_family(design, family, other == name) for other, family in families().items()}
+    fitting = [other for other, match in matches.items() if not match.mismatches]
+    assert set(family_losses(design, name)) == set(fitting)
 
 
 def test_an_entry_of_several_layers_is_named_with_their_numbers() -> None:

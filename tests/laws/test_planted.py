@@ -140,6 +140,7 @@ from heddle.parts.modules.recurrent import (
 )
 from heddle.parts.modules.router_statistics import record, record_index_loss
 from heddle.parts.modules.short_convolution import ShortConvolution, ShortConvolutions
+from heddle.parts.modules.value_embedding import ValueEmbedding
 from heddle.parts.norms.layer import LayerNorm
 from heddle.parts.position_table import PositionTable, SlotMapping, join_tables
 from heddle.parts.positions import Rotation, check_base
@@ -359,6 +360,18 @@ BUGS = [
                     0))),
     Bug("first values that nothing reads", "options_have_effect", "attention-value-residual-bidirectional",
         condition(Attention._mixed_values, "value_source", True), option="value_residual"),
+    # Rows of tables added to values
+    Bug("rows of the next token", "causality", "attention-value-embedding",
+        calls(ValueEmbedding._rows, "token_ids", lambda ids, *call: ids(*call).roll(-1, 1))),
+    Bug("rows by the place in the call", "chunked_decoding", "value-embeddings-of-other-mixers",
+        calls(ValueEmbedding._rows, "token_ids", lambda ids, *call: torch.arange(
+            ids(*call).shape[1]).expand_as(ids(*call)))),
+    Bug("rows handed over in another order of rows", "batch_position_invariance", "attention-value-embedding",
+        wrapped(ValueEmbedding._rows, lambda rows, module, layout, source, target:
+                rows(module, layout, source, target) if source is None else
+                rows(module, layout, source, target).flip(0))),
+    Bug("a bound that nothing reads", "options_have_effect", "attention-value-embedding",
+        reads(ValueEmbedding.forward, "bound", lambda bound: 2.0, nth=1), option="gate_bound"),
     # Layers that are visited several times
     Bug("a later visit with weights of its own", "size_matches_model", "shared-layer",
         condition(Decoder.tie, "source", False)),

@@ -23,7 +23,7 @@ CHOICES = (
     "bias, causal, chunked, dropout, exclusive, forget, gate, gate_activation, head_dim, heads, indexer, k_eq_v, "
     "kv_heads, norm_after_rotation, position, qk_norm, qk_norm_weight, qkv_clip, relative_dim, relative_extent, "
     "scale, shared_kv, short_convolution, sink, softcap, temperature_beta, temperature_growth, temperature_length, "
-    "value_dim, value_norm, value_residual, value_scale, window"
+    "value_dim, value_embedding, value_norm, value_residual, value_scale, window"
 )
 
 MESSAGES = {

@@ -1,5 +1,6 @@
 """Per-layer embeddings and scalars of layers: hidden states by hand, sizes, and what is refused."""
 
+import random
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from heddle.laws.harness import model_under_test, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Layer
 from heddle.model.embedding import PerLayerBranch, PerLayerEmbedding
-from tests.cases import Data, attention, design, layer
+from heddle.parts.feedforwards.mlp import MLPConfig
+from tests.cases import Data, attention, by_day, design, layer
 from tests.conversion.exactness import converted_model, source_model
 from tests.laws.planting import Plant, replaced, wrapped
-from tests.parts.loops import assert_none, errors, normalized
+from tests.parts.loops import Errors, assert_none, errors, normalized
 
 WIDTH, DIM, LENGTH = 24, 5, 9
 
@@ -33,38 +35,59 @@ def mlp_design(**fields: Any) -> Data:
     return design(*entries, embedding={"per_layer": per_layer, "scale": True}, residual=residual, **fields)
 
 
+def random_design(seed: int) -> Data:
+    """Some layers without attention, of any widths, with and without a smaller table, a scale and scalars of layers."""
+    draw = random.Random(seed)
+    width, activations = draw.randint(4, 20), ("relu", "gelu")
+    layers = [
+        layer(None, {"kind": "mlp", "hidden": draw.randint(3, 20), "activation": draw.choice(activations)})
+        for _ in range(draw.randint(1, 5))
+    ]
+    rows = {"vocab_size": draw.randint(20, 60)} if draw.random() < 0.5 else {}
+    per_layer = {"dim": draw.randint(2, 8), "activation": draw.choice(("silu", "relu")), **rows}
+    residual = {"kind": "sandwich", "layer_scalar": draw.random() < 0.5}
+    embedding = {"per_layer": per_layer, "scale": draw.random() < 0.5}
+    return design(*layers, width=width, embedding=embedding, residual=residual)
+
+
 def by_hand(model: heddle.Decoder, tokens: Tensor) -> Tensor:
     """The hidden states of a row of tokens, one token and one layer at a time."""
-    weights = dict(model.named_parameters())
+    weights, config = dict(model.named_parameters()), model.config
+    per_layer = config.embedding.per_layer
+    assert per_layer is not None
+    width, dim, table = config.width, per_layer.dim, weights["embed.per_layer.weight"]
 
     def normed(x: Tensor, name: str) -> Tensor:
         return normalized(x, weights[name])
 
     rows = []
     for token in tokens.tolist():
-        x = weights["embed.weight"][token] * WIDTH**0.5
-        stream = x
-        for index in range(3):
-            part, at = slice(index * DIM, (index + 1) * DIM), f"layers.{index}"
+        x = weights["embed.weight"][token] * (width**0.5 if config.embedding.scale else 1.0)
+        stream, row = x, token if token < len(table) else 0
+        for index, (_, each) in enumerate(config.expand()):
+            part, at = slice(index * dim, (index + 1) * dim), f"layers.{index}"
             projected = weights["embed.per_layer.projection.weight"][part] @ x
-            of_text = normed(projected / WIDTH**0.5, "embed.per_layer.norm.weight")
-            own = (of_text + DIM**0.5 * weights["embed.per_layer.weight"][token, part]) / 2**0.5
+            of_text = normed(projected / width**0.5, "embed.per_layer.norm.weight")
+            own = (of_text + dim**0.5 * table[row, part]) / 2**0.5
             hidden = weights[f"{at}.feedforward.up.weight"] @ normed(stream, f"{at}.residual.norms.feedforward.weight")
-            hidden = functional.gelu(hidden) if index == 2 else hidden.relu()
+            assert isinstance(each.feedforward, MLPConfig)
+            hidden = functional.gelu(hidden) if each.feedforward.activation == "gelu" else hidden.relu()
             y = weights[f"{at}.feedforward.down.weight"] @ hidden
             stream = stream + normed(y, f"{at}.residual.after.feedforward.weight")
             gate = weights[f"{at}.per_layer.gate.weight"] @ stream
-            read = weights[f"{at}.per_layer.out.weight"] @ (gate * gate.sigmoid() * own)
+            gate = gate.relu() if per_layer.activation == "relu" else gate * gate.sigmoid()
+            read = weights[f"{at}.per_layer.out.weight"] @ (gate * own)
             stream = stream + normed(read, f"{at}.per_layer.norm.weight")
-            stream = stream * weights[f"{at}.scalar.weight"]
+            stream = stream * weights.get(f"{at}.scalar.weight", 1.0)
         rows.append(normed(stream, "final_norm.norm.weight"))
     return torch.stack(rows)
 
 
-def largest_errors() -> tuple[float, float]:
-    """The largest difference of the hidden states, and of the gradients of all weights."""
-    model = model_under_test(parse_config(ModelConfig, mlp_design()))
-    tokens = random_tokens(model.config, 1, LENGTH)
+def largest_errors(seed: int | None = None) -> Errors:
+    """The largest difference of the hidden states, and of the gradients of all weights; of `mlp_design` by default."""
+    data = mlp_design() if seed is None else random_design(seed)
+    model = model_under_test(parse_config(ModelConfig, data))
+    tokens = random_tokens(model.config, 1, LENGTH, seed or 0)
     weights = [each for name, each in model.named_parameters() if not name.startswith("head")]
     return errors(model(tokens)[0][0], by_hand(model, tokens[0]), weights)
 
@@ -82,8 +105,9 @@ def test_tokens_beyond_the_table_read_its_first_row() -> None:
     assert not torch.equal(read[0, 0], model.embed.per_layer(0 * tokens, x, heddle.Layout.causal(1, 4))[0, 0])
 
 
-def test_hidden_states_and_gradients_are_those_by_hand() -> None:
-    assert_none(largest_errors())
+@pytest.mark.parametrize("seed", [None, *by_day(11, 48)])
+def test_hidden_states_and_gradients_are_those_by_hand(seed: int | None) -> None:
+    assert_none(largest_errors(seed))
 
 
 def next_layer(layer: Layer, layout: heddle.Layout) -> Tensor:

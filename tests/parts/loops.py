@@ -172,11 +172,14 @@ class DecoderLoop:
             return heads
         return [[rotated(x, t, base=mixer.position.base) for x in token] for t, token in enumerate(heads)]
 
+    def own_values(self, mixer: Any, inputs: list[Tensor]) -> list[list[Tensor]]:
+        """v of the layer."""
+        values = self.heads("k" if mixer.k_eq_v else "v", mixer, inputs, mixer.value_dim)
+        return [[normalized(v) for v in token] for token in values] if mixer.value_norm else values
+
     def values(self, mixer: Any, inputs: list[Tensor]) -> list[list[Tensor]]:
         """v of the layer, mixed with those of the first one."""
-        values = self.heads("k" if mixer.k_eq_v else "v", mixer, inputs, mixer.value_dim)
-        if mixer.value_norm:
-            values = [[normalized(v) for v in token] for token in values]
+        values = self.own_values(mixer, inputs)
         if mixer.value_residual is None:
             return values
         own, first = self.get("mixer.value_mix") if mixer.value_residual == "learned" else mixer.value_residual

@@ -13,6 +13,7 @@ from transformers.models.deepseek_v4 import DeepseekV4Config, modeling_deepseek_
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 
 from heddle.config import DesignError, parse_config
+from heddle.laws.harness import normal_tensor
 from heddle.numerics.activations import GATED, LEARNED, PLAIN, above_quantile, normal_quantile, swiglu_limited, xielu
 from heddle.numerics.activations import activation as registered_activation
 from heddle.numerics.random import ParameterDraws
@@ -22,7 +23,9 @@ from heddle.parts.feedforwards.gated import Gated, GatedConfig
 from heddle.parts.feedforwards.mlp import XIELU, MLPConfig
 from heddle.parts.layout import Layout
 from heddle.parts.norms.rms import RMSConfig
+from tests.cases import by_day
 from tests.laws.planting import Plant, calls, operand_dropped, result
+from tests.parts.loops import Errors, assert_none, errors
 
 FORMULAS: dict[str, Callable[[float], float]] = {
     "relu": lambda x: max(x, 0.0),
@@ -111,6 +114,43 @@ def test_xielu(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             monkeypatch.setattr(mlp, "xielu", WRONG_XIELU[wrong])
             assert float((part(x, Layout.causal(2, 3))[0] - want).abs().max()) > 0.01
+
+
+def largest_errors(seed: int) -> Errors:
+    """Of `mlp` with xIELU, beside its formula of one number at a time; gradients of x and of all that is learned."""
+    draw = random.Random(seed)
+    width, hidden = draw.randint(1, 8), draw.randint(1, 9)
+    data = {"kind": "mlp", "hidden": hidden, "activation": "xielu", "bias": draw.random() < 0.5}
+    part: Any = parse_config(FeedforwardConfig, data).build(BuildContext(width, RMSConfig()))  # type: ignore[type-abstract]
+    part.activation.init_weights(0.02, ParameterDraws(0, ""))
+    generator = torch.Generator().manual_seed(seed)
+    learned = [each for each in part.double().parameters() if each.requires_grad]
+    with torch.no_grad():
+        for value in learned:
+            value.copy_(normal_tensor(tuple(value.shape), generator))
+    x = (2.0 * normal_tensor((1, draw.randint(1, 7), width), generator)).requires_grad_()
+    alpha_p = torch.log(1 + torch.exp(part.activation.a_p))
+    alpha_n = 0.5 + torch.log(1 + torch.exp(part.activation.a_n))
+    rows = []
+    for token in x[0]:
+        numbers = []
+        for u in part.up.weight @ token + (0.0 if part.up.bias is None else part.up.bias):
+            negative = alpha_n * (torch.exp(u if u < -1e-6 else u.new_tensor(-1e-6)) - 1 - u)
+            numbers.append((alpha_p * u * u if u > 0 else negative) + u / 2)
+        y = part.down.weight @ torch.stack([number.squeeze() for number in numbers])
+        rows.append(y if part.down.bias is None else y + part.down.bias)
+    return errors(part(x, Layout.causal(1, x.shape[1]))[0][0], torch.stack(rows), [x, *learned])
+
+
+@pytest.mark.parametrize("seed", by_day(12, 48))
+def test_xielu_and_its_gradients_are_those_of_its_formula(seed: int) -> None:
+    assert_none(largest_errors(seed))
+
+
+@pytest.mark.parametrize("wrong", WRONG_XIELU)
+def test_the_formula_sees_a_wrong_xielu(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlp, "xielu", WRONG_XIELU[wrong])
+    assert largest_errors(1)[0] > 1e-3
 
 
 @pytest.mark.parametrize("wrong", [None, "gate_multiplier", "multiplier"])

@@ -189,7 +189,7 @@ def test_every_expert_gets_about_as_many_ids() -> None:
 def test_a_model_hands_the_ids_to_its_layers_and_needs_them() -> None:
     model = heddle.build(case("moe-hash"))
     tokens = torch.tensor([[5, 9, 5, 7]])
-    with pytest.raises(ConfigError, match=r"^tokens: are vectors, but a feed-forward reads ids"):
+    with pytest.raises(ConfigError, match=r"^tokens: are vectors, but a layer reads ids"):
         model(model.embed.weight[tokens])
     layer = next(module for module in model.modules() if isinstance(module, MoE))
     with pytest.raises(ConfigError, match="selection: hash reads the ids of tokens"):
@@ -221,5 +221,5 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None
 
 
 def test_modules_ahead_are_refused() -> None:
-    with pytest.raises(ConfigError, match="multi_token: the last layer's feed-forward reads the ids of tokens"):
+    with pytest.raises(ConfigError, match="multi_token: the last layer reads the ids of tokens"):
         parse_config(ModelConfig, moe(**HASH) | {"multi_token": {"depth": 1}})

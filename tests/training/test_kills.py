@@ -12,7 +12,7 @@ import pytest
 
 from heddle.cli.main import run_command
 from heddle.storage.checkpoints import checkpoint_steps as steps_saved
-from tests import small
+from tests import forked, small
 from tools.kill_test import done, ending, finish, killed, moments, start, undisturbed
 
 STEPS = 30
@@ -31,11 +31,12 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def starting(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A run that nothing disturbs, and how long it took to its first step."""
     out = tmp_path_factory.mktemp("runs") / "undisturbed"
+    forked.ready()
     return out, undisturbed(options, out)
 
 
 def test_two_kills(options: list[str], starting: tuple[Path, float], tmp_path: Path) -> None:
-    fallen = killed(options, tmp_path, [(0, starting[1] * 0.9), (9, 0.01)])
+    fallen = killed(options, tmp_path, [(0, starting[1] * 0.3), (9, 0.01)])
     assert len(fallen) == 2
     assert ending(tmp_path, STEPS) == ending(starting[0], STEPS)
 

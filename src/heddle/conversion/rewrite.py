@@ -81,7 +81,7 @@ class Rewrite(Config, ABC):
         """Raises DesignError for a feature of the design that the rewrite neither supports nor keeps.
 
         These are layers that share weights, keys or values, short convolutions, indexers, values that are keys or are
-        normalized, per-layer embeddings, feed-forwards that read ids, and multi-token modules, which are built like the
+        normalized, per-layer embeddings, layers that read ids, and multi-token modules, which are built like the
         last layer.
         """
         if design.multi_token is not None and "modules" not in self.keeps:
@@ -91,9 +91,10 @@ class Rewrite(Config, ABC):
             reason = f"gives every layer an embedding of its own, which {self.name} does not support"
             raise DesignError("embedding.per_layer", f"{reason}; convert a design without it")
         for index, (_, layer) in enumerate(design.expand()):
-            if layer.feedforward is not None and layer.feedforward.reads_tokens and "layers" not in self.keeps:
-                reason = f"reads the ids of tokens, which {self.name} does not support"
-                raise DesignError(f"layers.{index}.feedforward", f"{reason}; convert a design without it")
+            for name, part in (("feedforward", layer.feedforward), ("mixer", layer.mixer)):
+                if part is not None and part.reads_tokens and "layers" not in self.keeps:
+                    reason = f"reads the ids of tokens, which {self.name} does not support"
+                    raise DesignError(f"layers.{index}.{name}", f"{reason}; convert a design without it")
         if design.is_looped and "layers" not in self.keeps:
             reason = f"shares weights between layers, but {self.name} converts each layer separately"
             raise DesignError("layers.*.shared", f"{reason}; convert a design without it")

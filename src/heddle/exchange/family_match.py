@@ -91,16 +91,22 @@ def match_family(design: ModelConfig, family: Family, allow_base_class: bool = T
     allow_base_class: whether its class without a language head, which gives no logits, counts for a design whose head
     is its embedding.
     """
-    config = family.write_config(design.resolved())
-    if family.multi_token is not None and (modules := family.multi_token.fitting(design)) is not None:
-        config |= {family.multi_token.count_field: modules.depth}
-    if not allow_base_class:
-        config.pop("architectures", None)
+    config = _nearest_config(design, family, allow_base_class)
     try:
         return FamilyMatch(family, config, tuple(differences(design, exported_design(design, config, family))))
     except HeddleError as error:
         path = error.path if isinstance(error, DesignError) else "design"
         return FamilyMatch(family, config, (Mismatch(path, MISSING, MISSING),) * 1000)  # ranked last
+
+
+def _nearest_config(design: ModelConfig, family: Family, allow_base_class: bool) -> dict[str, Any]:
+    """The config of a family that comes nearest to a design."""
+    config = family.write_config(design.resolved())
+    if family.multi_token is not None and (modules := family.multi_token.fitting(design)) is not None:
+        config |= {family.multi_token.count_field: modules.depth}
+    if not allow_base_class:
+        config.pop("architectures", None)
+    return config
 
 
 def design_from_config(
@@ -111,6 +117,13 @@ def design_from_config(
     Modules for multi-token prediction are not in it. noted: collects the names of fields that are set but change
     nothing that the model computes.
     """
+    return _parse(_read(config, family, source, noted), source)
+
+
+def _read(
+    config: dict[str, Any], family: Family, source: str = "config.json", noted: list[str] | None = None
+) -> dict[str, Any]:
+    """The design of a config as plain data, as in `design_from_config`."""
     reader = ConfigReader(config, source)
     try:
         data = family.read_config(reader)
@@ -128,6 +141,10 @@ def design_from_config(
     reader.check_all_read()
     if noted is not None:
         noted += reader.noted
+    return data
+
+
+def _parse(data: dict[str, Any], source: str = "config.json") -> ModelConfig:
     try:
         return parse_config(ModelConfig, DEFAULTS | data)
     except DesignError as error:
@@ -136,9 +153,42 @@ def design_from_config(
 
 def exported_design(design: ModelConfig, config: dict[str, Any], family: Family) -> ModelConfig:
     """The design that a family reads from the config it writes; an import finds multi-token modules by tensors."""
-    exported = design_from_config(config, family)
+    return _with_modules(design_from_config(config, family), design, family)
+
+
+def _with_modules(exported: ModelConfig, design: ModelConfig, family: Family) -> ModelConfig:
     modules = None if family.multi_token is None else family.multi_token.fitting(design)
     return exported if modules is None else exported.replace(multi_token=modules)
+
+
+def _exact_matches(design: ModelConfig, preferred: str | None) -> Iterator[FamilyMatch]:
+    """The families of `_matches` without a mismatch; most others show in plain data, before a design is built."""
+    for family, allow_base_class in _candidates(preferred):
+        config = _nearest_config(design, family, allow_base_class)
+        try:
+            data = _read(config, family)
+            if not _kinds(data) <= _kinds_of(design):
+                continue
+            other = _with_modules(_parse(data), design, family)
+        except HeddleError:
+            continue
+        if next(_mismatches(design, other, [""] * design.resolved().depth, training=False), None) is None:
+            yield FamilyMatch(family, config, ())
+
+
+@lru_cache(maxsize=1)  # of the design that is compared with every family
+def _kinds_of(design: ModelConfig) -> frozenset[tuple[str, str]]:
+    return _kinds([design.dump(), design.resolved().dump()])
+
+
+def _kinds(data: Any, field: str = "") -> frozenset[tuple[str, str]]:
+    """The kinds that plain data of a design names, each with its field, such as `("norm", "rms_norm")`."""
+    if isinstance(data, list):
+        return frozenset().union(*(_kinds(item, field) for item in data))
+    if not isinstance(data, dict):
+        return frozenset()
+    own = {(field, data["kind"])} if isinstance(data.get("kind"), str) else set()
+    return frozenset(own).union(*(_kinds(value, name) for name, value in data.items()))
 
 
 def _matches(design: ModelConfig, preferred: str | None) -> Iterator[FamilyMatch]:
@@ -146,8 +196,13 @@ def _matches(design: ModelConfig, preferred: str | None) -> Iterator[FamilyMatch
 
     A base class counts only for `preferred`.
     """
+    return (match_family(design, *candidate) for candidate in _candidates(preferred))
+
+
+def _candidates(preferred: str | None) -> list[tuple[Family, bool]]:
+    """The families of `_matches` in their order, and whether the base class of each counts."""
     items = sorted(families().items(), key=lambda item: item[0] != preferred)
-    return (match_family(design, family, name == preferred) for name, family in items if name != HEDDLE)
+    return [(family, name == preferred) for name, family in items if name != HEDDLE]
 
 
 def _total_weight(match: FamilyMatch) -> int:
@@ -156,8 +211,7 @@ def _total_weight(match: FamilyMatch) -> int:
 
 def best_match(design: ModelConfig, preferred: str | None = None) -> FamilyMatch:
     """The family that an export uses: `preferred` if it matches exactly, else another that does, else heddle's own."""
-    exact = (match for match in _matches(design, preferred) if not match.mismatches)
-    return next(exact, None) or match_family(design, families()[HEDDLE])
+    return next(_exact_matches(design, preferred), None) or match_family(design, families()[HEDDLE])
 
 
 def family_losses(design: ModelConfig, preferred: str | None = None) -> dict[str, tuple[str, ...]]:
@@ -165,9 +219,8 @@ def family_losses(design: ModelConfig, preferred: str | None = None) -> dict[str
 
     First comes the default of an export, `preferred` if it fits; heddle's own family loses nothing.
     """
-    matches = [match for match in _matches(design, preferred) if not match.mismatches]
     fitting = {}
-    for match in [*matches, match_family(design, families()[HEDDLE])]:
+    for match in [*_exact_matches(design, preferred), match_family(design, families()[HEDDLE])]:
         lost = differences(design, exported_design(design, match.config, match.family), training=True)
         fitting[match.family.model_type] = tuple(f"{each.path}={_display(each.actual)}" for each in lost)
     return fitting

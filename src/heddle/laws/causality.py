@@ -183,16 +183,16 @@ def _part_call(model: Decoder, part: Mixer | Feedforward, layout: Layout, draw: 
     x = normal_tensor((1, layout.positions.shape[1], *inner, model.config.width), generator).requires_grad_()
     layout = replace(layout, handed_over=HandedOver())
     assert layout.handed_over is not None
+    layout.handed_over.tokens = torch.full(layout.positions.shape, draw)
     if isinstance(part, Mixer):
         return x, _after_sources(model, part, x, layout)
-    layout.handed_over.tokens = torch.full(layout.positions.shape, draw)
     y, _ = part(x, layout)
     return x, y
 
 
 def _after_sources(model: Decoder, mixer: Mixer, x: Tensor, layout: Layout) -> Tensor:
-    """A mixer's outputs after running, on the same inputs, the layers whose keys or values it reads."""
-    for number in (mixer.value_source, mixer.kv_source):
+    """A mixer's outputs after running, on the same inputs, the layers whose keys, values or tables it reads."""
+    for number in (mixer.value_source, mixer.kv_source, mixer.table_source):
         source = None if number is None else model.mixers()[number]
         if source is not None:
             _after_sources(model, source, x, layout)

@@ -19,6 +19,7 @@ from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
 from heddle.parts.modules.indexer import IndexerConfig
+from heddle.parts.modules.value_embedding import ValueEmbeddingConfig
 from heddle.parts.positions import MixerPositionConfig
 from heddle.parts.positions.axial_rope import AxialRopeConfig
 from heddle.parts.residuals.attention_residuals import AttentionResidualsConfig
@@ -155,6 +156,10 @@ def shrink_part(part: Any, context: ShrinkContext) -> Any:
     indexer = getattr(part, "indexer", None)
     if isinstance(indexer, IndexerConfig):
         changes["indexer"] = _small_indexer(indexer, changes["heads"], context.dims[1])
+    embedding = getattr(part, "value_embedding", None)
+    if isinstance(embedding, ValueEmbeddingConfig) and embedding.gate_channels is not None:
+        channels = min(embedding.gate_channels, context.small_width)
+        changes["value_embedding"] = embedding.replace(gate_channels=channels)
     if isinstance(decay := getattr(part, "decay", None), tuple):
         changes["decay"] = subsample(decay, changes["heads"])
     changes |= {

@@ -188,8 +188,7 @@ def multi_token_prediction(config: ModelConfig) -> None:
         bare = build(config, device="meta")
         mixer = config.last_layer.mixer
         reads_others = mixer is not None and (mixer.reads_kv or mixer.adds_first_values)
-        feedforward = config.last_layer.feedforward
-        reads_others |= feedforward is not None and feedforward.reads_tokens
+        reads_others |= config.last_layer.reads_tokens
         if not error.path.startswith("multi_token") or not (reads_others or not bare.causal):
             raise LawViolation(f"with multi_token: refused: {error}") from None
         raise DoesNotApply("the design refuses multi-token modules") from None

@@ -177,6 +177,11 @@ class LayerConfig(Config):
         return self.replace(layers=tuple(layer.map(change) for layer in self.layers))
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether the mixer or the feed-forward of this single layer reads the ids of tokens."""
+        return any(part is not None and part.reads_tokens for part in (self.mixer, self.feedforward))
+
+    @property
     def has_shared(self) -> bool:
         """Whether this entry, or an entry within it, is shared."""
         return self.shared or any(layer.has_shared for layer in self.layers or ())
@@ -261,6 +266,7 @@ class ModelConfig(Config):
             if source is None and layer.mixer is not None and layer.mixer.adds_first_values:
                 reason = f"no earlier layer has {layer.mixer.kind} with values to add; leave it out of the first one"
                 refuse(f"{path}.mixer.value_residual", reason)
+        self._check_tables()
         for path, visits in self._shared_visits.items():
             if visits == 1:
                 refuse(f"{path}.shared", "does nothing for an entry that is visited once; repeat it, or leave it out")
@@ -270,6 +276,20 @@ class ModelConfig(Config):
                 refuse(f"{path}.adapter_rank", reason)
         return self
 
+    def _check_tables(self) -> None:
+        sources = self.table_sources
+        for index, (path, layer) in enumerate(self.expand()):
+            table = None if layer.mixer is None else layer.mixer.value_table
+            if layer.mixer is None or table is None:
+                continue
+            field = f"{path}.mixer.value_embedding"
+            if table.shared and sources[index] is None:
+                number = "without a number" if table.table is None else f"with the number {table.table}"
+                reason = f"no earlier layer has {layer.mixer.kind} with a table of its own {number}; leave it out"
+                refuse(f"{field}.shared", reason)
+            if table.table is not None and not table.shared and index not in sources:
+                refuse(f"{field}.table", f"no later layer shares the table {table.table}; leave the number out")
+
     def _check_multi_token(self) -> None:
         if self.encoder is not None and self.encoder.multi_token is not None:
             refuse("encoder.multi_token", "does nothing, because an encoder has no head; leave it out")
@@ -277,9 +297,9 @@ class ModelConfig(Config):
             return
         if reason := too_many_layers(self.depth + self.multi_token.depth):
             refuse("multi_token.depth", reason)
-        mixer, feedforward = self.last_layer.mixer, self.last_layer.feedforward
-        if feedforward is not None and feedforward.reads_tokens:
-            refuse("multi_token", "the last layer's feed-forward reads the ids of tokens; change it, or leave this out")
+        mixer = self.last_layer.mixer
+        if self.last_layer.reads_tokens:
+            refuse("multi_token", "the last layer reads the ids of tokens; change it, or leave this out")
         if mixer is not None and (mixer.reads_kv or mixer.adds_first_values):
             what = mixer.kv_read[1] if mixer.reads_kv else "values"
             refuse("multi_token", f"the last layer reads {what} of another layer; give it its own, or leave this out")
@@ -352,6 +372,19 @@ class ModelConfig(Config):
                 first.setdefault(mixer.kind, index)
         return tuple(sources)
 
+    @cached_property
+    def table_sources(self) -> tuple[int | None, ...]:
+        """For each layer from the bottom up, the layer whose table of value embeddings it shares, or None."""
+        last: dict[Any, int] = {}
+        sources: list[int | None] = []
+        for index, (_, layer) in enumerate(self.expand()):
+            table = None if layer.mixer is None else layer.mixer.value_table
+            key = None if layer.mixer is None or table is None else (layer.mixer.kind, table.table)
+            sources.append(last.get(key) if table is not None and table.shared else None)
+            if table is not None and not table.shared:
+                last[key] = index
+        return tuple(sources)
+
     @property
     def hands_over(self) -> bool:
         """Whether a layer reads keys or values of an earlier one, its own part of the embedding, or token ids."""
@@ -361,9 +394,8 @@ class ModelConfig(Config):
 
     @cached_property
     def reads_tokens(self) -> bool:
-        """Whether a feed-forward reads the ids of tokens."""
-        feedforwards = [layer.feedforward for _, layer in self.expand()]
-        return any(feedforward is not None and feedforward.reads_tokens for feedforward in feedforwards)
+        """Whether a layer reads the ids of tokens."""
+        return any(layer.reads_tokens for _, layer in self.expand())
 
     @cached_property
     def weight_sources(self) -> tuple[int, ...]:
@@ -426,7 +458,8 @@ class ModelConfig(Config):
         # Repeats are the same object, which is faster to look up than its fields.
         index_of_object: dict[tuple[int, bool], int] = {}
         order: list[int] = []
-        layers = zip(self.expand(), self.kv_sources, self.value_sources, self.looped_layers, strict=True)
+        sources_of_layers = (self.kv_sources, self.value_sources, self.table_sources)
+        layers = zip(self.expand(), *sources_of_layers, self.looped_layers, strict=True)
         for number, ((_, layer), *sources, looped) in enumerate(layers):
             differs = self.residual.stream_grows or (not order and self.residual.first_layer_differs)
             reads = any(source is not None for source in sources)

@@ -66,7 +66,8 @@ class Layer(nn.Module):
     def __init__(self, config: LayerConfig, model: ModelConfig, layer_index: int) -> None:
         super().__init__()
         streams = model.residual.parallel_streams
-        context = BuildContext(model.width, model.norm, model.depth, layer_index, streams)
+        sizes = model.width, model.norm, model.depth, layer_index, streams
+        context = BuildContext(*sizes, model.vocab_size or 1)
         self.mixer = None if config.mixer is None else build_under("mixer", config.mixer.build, context)
         feedforward = config.feedforward
         self.feedforward = None if feedforward is None else build_under("feedforward", feedforward.build, context)
@@ -220,14 +221,14 @@ class Decoder(nn.Module):
                 raise DesignError(f"{path}.mixer", reason)
 
     def _link_layers(self, layers: list[tuple[str, int]]) -> None:
-        """Set from which layer each mixer reads keys and values, or values alone.
+        """Set from which layer each mixer reads keys and values, values alone, or rows of a table.
 
         layers: path and index of each layer that was built. Raises DesignError if the two layers' fields differ.
         """
         config, mixers = self.config, self.mixers()
         by_index = {index: (path, mixer) for (path, index), mixer in zip(layers, mixers, strict=True)}
 
-        def link(index: int, source: int | None, fields: str, what: str) -> int | None:
+        def link(index: int, source: int | None, fields: str, what: str, target: str = "kv_target") -> int | None:
             path, mixer = by_index[index]
             if source is None or mixer is None:
                 return None
@@ -240,13 +241,15 @@ class Decoder(nn.Module):
                 if own[name] != value:
                     reason = f"differs from {source_path}'s, whose {what}; make the two equal"
                     raise DesignError(f"{path}.mixer.{name}", reason)
-            source_mixer.kv_target = source
+            setattr(source_mixer, target, source)
             return source
 
         for index, (_, mixer) in by_index.items():
             if mixer is not None:
                 mixer.kv_source = link(index, config.kv_sources[index], "kv_fields", "keys and values it reads")
                 mixer.value_source = link(index, config.value_sources[index], "value_fields", "values it adds")
+                source = config.table_sources[index]
+                mixer.table_source = link(index, source, "value_fields", "value embeddings it shares", "table_target")
 
     def _check_shared_weights(self, paths: list[str]) -> None:
         """Raise DesignError where a later visit of a shared layer would have other weights than the first."""
@@ -515,7 +518,7 @@ class Decoder(nn.Module):
         x: Tensor = self.embed(tokens, layout)
         if self.config.reads_tokens:
             if tokens.is_floating_point():
-                raise ConfigError("tokens: are vectors, but a feed-forward reads ids; give ids")
+                raise ConfigError("tokens: are vectors, but a layer reads ids; give ids")
             assert layout.handed_over is not None
             layout.handed_over.tokens = tokens
         if self.embed.per_layer is not None:

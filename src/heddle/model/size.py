@@ -25,6 +25,7 @@ from heddle.numerics.linear import packed_weights
 from heddle.parts.feedforwards import Feedforward
 from heddle.parts.layout import EncoderOutput, Layout
 from heddle.parts.modules.linear import VisitAdapter
+from heddle.parts.modules.value_embedding import ValueEmbedding
 
 # A meta model with each distinct layer of a design once, and helpers that measure its layers.
 
@@ -75,7 +76,8 @@ def parameter_count(module: nn.Module) -> int:
 
 def active_parameter_count(module: nn.Module) -> int:
     """How many of a module's parameters are active for one token."""
-    idle = sum(part.inactive_parameters for part in module.modules() if isinstance(part, Feedforward))
+    parts = (part for part in module.modules() if isinstance(part, Feedforward | ValueEmbedding))
+    idle = sum(part.inactive_parameters for part in parts)
     return parameter_count(module) - idle
 
 

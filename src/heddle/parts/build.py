@@ -14,6 +14,7 @@ class BuildContext:
 
     width: of the residual stream. norm: the model's default norm. depth: number of layers of this stack (an encoder
     counts its own). layer_index: 0 for the first layer. streams: of hyper-connections; 1: the residual has none.
+    vocab_size: number of token ids, for tables of a layer.
     """
 
     width: int
@@ -21,6 +22,7 @@ class BuildContext:
     depth: int = 1
     layer_index: int = 0
     streams: int = 1
+    vocab_size: int = 1
 
     def head_dim(self, heads: int, head_dim: int | None) -> int:
         """`head_dim`, or width / heads if it is None. Raises DesignError if that is not a whole number."""

@@ -185,6 +185,7 @@ class HandedOver:
 
     per_layer: what the embedding hands to each layer [B, T, layers, dim] (`embedding.per_layer`).
     tokens: the ids of the call, int64 [B, T], for layers that read them.
+    value_rows: what value embeddings looked up for later layers, by layer index.
     An object, not a dictionary: FSDP copies the dictionaries of a layout for each layer.
     """
 
@@ -192,6 +193,7 @@ class HandedOver:
         self.by_layer: dict[int, Any] = {}
         self.per_layer: Tensor | None = None
         self.tokens: Tensor | None = None
+        self.value_rows: dict[int, Tensor] = {}
 
 
 @dataclass(frozen=True, eq=False)

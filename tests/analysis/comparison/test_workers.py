@@ -92,6 +92,7 @@ def test_signals_and_the_death_of_the_parent(folder: Path, tmp_path: Path) -> No
     assert not any((tmp_path / "runs").glob(".*.task.json"))
 
 
+@pytest.mark.usefixtures("real_starts")
 def test_a_worker_whose_parent_is_gone_before_it_starts_does_nothing(tmp_path: Path) -> None:
     request = tmp_path / "task.json"
     request.write_text(json.dumps({"parent_pid": os.getpid() + 1, "task": "speed", "quiet": True}))
@@ -178,6 +179,7 @@ def moved(task: Task, name: str, **fields: object) -> Task:
     return Task(task.label, file, {**task.request, "out": str(file.with_suffix("")), **fields}, task.is_optional)
 
 
+@pytest.mark.usefixtures("real_starts")
 def test_a_forked_run_is_that_of_a_fresh_process(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, the weights too, after another run and after one that failed in the same server."""
     first, second = requests_of(folder, tmp_path, monkeypatch).values()

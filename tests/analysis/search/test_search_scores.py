@@ -26,6 +26,7 @@ from heddle.lab.search.scores import (
     single_scores,
 )
 from heddle.model.decoder import Decoder
+from heddle.model.load_config import load_config
 from heddle.storage.tensor_file import read_tensor_file, write_tensor_file
 from tests.conversion.exactness import design, difference, logits, random_text, source_model
 
@@ -99,7 +100,8 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> Scored:
 
 
 def test_scores_are_those_of_whole_models(lossy: Scored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 7 * 40 * 14)  # several chunks of tokens
+    monkeypatch.setattr(scores, "CHUNK_ELEMENTS", 7 * 16 * 12)  # several chunks of tokens
+    monkeypatch.setattr(scores, "VOCABULARY_BLOCK", 16)  # and of the vocabulary
     scored = copy.copy(lossy)
     scored.kl, scored.gram = measure_singles(lossy.evaluator, lossy.items, lossy.folder)
     assert [(item.layer, item.target.split("=")[0].split(",")[0]) for item in scored.items][:5] == [
@@ -173,3 +175,15 @@ def test_which_layers_and_targets(tmp_path: Path) -> None:
     assert set(mixed.left_out) == {"kv_heads=3"}
     with pytest.raises(ConfigError, match="vocab_size"):
         Replacements(ModelWeights(source_model(config)), TEXT, ("vocab_size=99",))
+
+
+def test_all_reasons_why_a_target_is_left_out_are_named() -> None:
+    layers = [{"mixer": MIXER | {"window": 4}}, {"repeat": 2, "mixer": MIXER}]
+    source = ModelWeights(source_model(load_config({"vocab_size": 40, "width": 16, "layers": layers})))
+    target = "latent_attention,kv_rank=4,rope_dim=2"
+    found = Replacements(source, random_text(rows=2, length=16), (target, "kv_heads=1"))
+    windowed, short = found.left_out[target].split("; ")[0], found.left_out[target]
+    assert windowed.startswith("layers.0.mixer")
+    assert "window" in windowed
+    assert "--calibration-tokens" in short
+    assert short.count("--calibration-tokens") == 1  # not once for each layer

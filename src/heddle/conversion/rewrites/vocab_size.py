@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from heddle.config import DesignError, PositiveInt
 from heddle.conversion.rewrite import Rewrite
@@ -17,6 +18,7 @@ from heddle.model.config import ModelConfig
 
 MASKED_LOGIT = -30000.0  # exp of it is zero in every dtype, and float16 still holds it
 BY_ID = ("embed.weight", "embed.per_layer.weight", "head.weight", "head.bias")  # their first dim is the id
+TABLE = "value_embedding.weight"  # within a layer, the same
 
 
 class VocabSize(Rewrite):
@@ -58,6 +60,14 @@ class _Vocabulary(ConvertedWeights):
     def __init__(self, source: Weights, design: ModelConfig, masks: bool) -> None:
         super().__init__(source, design)
         self.masks = masks
+
+    def convert_layer(self, index: int) -> dict[str, Tensor]:
+        """Cut off or append rows of value embeddings."""
+        rows = self.design.vocab_size
+        assert rows is not None
+        layer = self.source.layer(index)
+        tables = {name: value for name, value in layer.items() if name.endswith(TABLE)}
+        return layer | {name: functional.pad(x, (0, 0, 0, rows - len(x))) for name, x in tables.items()}
 
     def convert_other(self, name: str) -> Tensor:
         """Cut off or append rows of ids."""

@@ -46,6 +46,7 @@ from heddle.parts.modules.eager import disable_compilation
 from heddle.parts.modules.indexer import Indexer
 from heddle.parts.modules.linear import SelfInitialized, fill_normal
 from heddle.parts.modules.router_statistics import IndexLoss, RouterRecorder, RouterStatistics, record_router_statistics
+from heddle.parts.modules.value_embedding import ValueEmbedding
 
 # HeddlePreTrainedModel: what HeddleModel and HeddleForCausalLM share.
 
@@ -86,6 +87,10 @@ def resize_embeddings(decoder: Decoder, vocab_size: int, mean_init: bool = True)
     embed.weight = _resized(embed.weight, vocab_size, mean_init, std)
     if embed.per_layer is not None:
         embed.per_layer.weight = _resized(embed.per_layer.weight, vocab_size, mean_init, std)
+    for module in decoder.layers.modules():
+        if isinstance(module, ValueEmbedding) and module.weight is not None:
+            module.weight = _resized(module.weight, vocab_size, mean_init, std)
+    decoder.tie()
     head.weight = embed.weight if tied else _resized(head.weight, vocab_size, mean_init, std)
     if head.bias is not None:
         head.bias = _resized(head.bias, vocab_size, mean_init, 0.0)

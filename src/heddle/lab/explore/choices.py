@@ -89,7 +89,7 @@ class Kind:
 # Fields that an explored design cannot have: its equal layers read no other layer, and a convolution is several fields.
 NOT_EXPLORED = (
     "shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first", "k_eq_v",
-    "layer_scalar", "adapter_rank", "per_layer",
+    "layer_scalar", "adapter_rank", "per_layer", "value_embedding",
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from heddle.training.settings import Settings
 
 CALIBRATION_SEEDS = 6
 LOOK_SEED, REFERENCE_SEED, TUNING_SEED = 700_000, 800_000, 900_000
+LOOK_SEEDS = 25_000  # between the seeds of one proposal's first runs
 REFERENCE_RUNS = 4  # of a new incumbent, for later first looks
 TUNING_TOKENS = 4  # a trial of tuning reads a fourth of a run's tokens
 SECOND_PAIRS = 2  # at the second size
@@ -233,11 +234,10 @@ class Judge:
         tuned = self.tuned(sides["proposal"], first_size(sizes["proposal"]), "proposal", folder, tokens["proposal"])
         sides["proposal"] = tuned
         differences, found, peak, gain = list(entry["earlier"]), None, 0.0, math.nan
+        looks: list[float] = []
         if entry.get("reference") and entry["continues"] is None:
-            [loss] = self._on_tuning_text(
-                tuned, sizes["proposal"], "look", folder, [LOOK_SEED + entry["block"]], tokens
-            )
-            found, gain = evidence.first_look(loss, entry["reference"], noise), np.mean(entry["reference"]) - loss
+            found = self._look(entry, tuned, noise, folder, tokens, looks)
+            gain = float(np.mean(entry["reference"])) - float(np.mean(looks))
         planned, at_once = ledger.windows.pairs, max(1, self.workers.count // 2)
         for pair in range(planned if found is None else 0):
             if pair % at_once == 0:
@@ -250,18 +250,41 @@ class Judge:
             found = evidence.verdict(differences, noise, level, planned, more=len(entry["earlier"]))
             if found is not None:
                 break
-        facts = self._facts(entry, differences, noise, level, float(gain))
+        facts = self._facts(entry, differences, noise, level, gain)
         facts |= {"peak": peak, "training": tuned.training}
         if found == "better" and second_size(sizes["proposal"]) is not None:
             facts["sizes"].append(self._at_second_size(entry, sides, sizes, tokens, folder))
             if not facts["sizes"][1]["improvement"] > 0:
                 found, facts["evidence"] = "no clear difference", 0.0
-        if found == "better" and entry.get("reference"):
+        if looks and self.settings.adopt == "leading" and found not in ("better", "worse") and facts["evidence"]:
+            lead = evidence.lead(looks, entry["reference"], differences, noise)
+            facts |= {"lead": lead * noise.deviation / math.sqrt(2)} if lead >= evidence.LEAD else {}
+        if (found == "better" or "lead" in facts) and entry.get("reference") and not ledger.has_adopted(entry):
             seeds = [REFERENCE_SEED + entry["block"] * REFERENCE_RUNS + run for run in range(REFERENCE_RUNS)]
             losses = self._on_tuning_text(tuned, sizes["proposal"], "reference", folder, seeds, tokens)
             facts["reference"] = [loss for loss in losses if math.isfinite(loss)]
         shutil.rmtree(folder / "own", ignore_errors=True)
         return self._sentenced(entry, found or "no clear difference", facts, tokens)
+
+    def _look(
+        self,
+        entry: Mapping[str, Any],
+        proposal: Candidate,
+        noise: Noise,
+        folder: Path,
+        tokens: Mapping[str, int],
+        looks: list[float],
+    ) -> str | None:
+        """What the first runs say; their losses are added to `looks`."""
+        while True:
+            number = len(looks)
+            seed = LOOK_SEED + number * LOOK_SEEDS + entry["block"]
+            looks += self._on_tuning_text(proposal, entry["sizes"], "look", folder, [seed], tokens, number)
+            if self.settings.adopt == "better":
+                return evidence.first_look(looks[0], entry["reference"], noise)
+            found = evidence.leading_look(looks, entry["reference"], noise)
+            if found != "another run":
+                return found
 
     def _pair(
         self,
@@ -297,15 +320,16 @@ class Judge:
         folder: Path,
         seeds: Sequence[int],
         tokens: Mapping[str, int],
+        first: int = 0,
     ) -> list[float]:
-        """The losses of a proposal's preliminary runs, on the text of calibration; they do not enter the decision."""
+        """The losses of a proposal's preliminary runs, on the text of calibration; they do not enter the verdict."""
         span = self.ledger.windows.tuning
         return self.losses([
             self.task(
                 proposal, first_size(sizes), f"proposal-{name}{run}", folder, seed=seed, span=span,
                 tokens=tokens["proposal"],
             )
-            for run, seed in enumerate(seeds)
+            for run, seed in enumerate(seeds, first)
         ])  # fmt: skip
 
     def _at_second_size(self, entry: Any, sides: Any, sizes: Any, tokens: Any, folder: Path) -> dict[str, Any]:
@@ -367,7 +391,8 @@ class Judge:
             f"; at {each['parameters']:,} parameters by {each['improvement']:+.4f}" for each in facts["sizes"][1:]
         )
         if found == "better":
-            sentence = f"{name} is better than {against} {amount}{where}. It becomes the incumbent."
+            becomes = "is the incumbent already" if self.ledger.has_adopted(entry) else "becomes the incumbent"
+            sentence = f"{name} is better than {against} {amount}{where}. It {becomes}."
         elif found == "worse":
             sentence = f"{name} is worse than {against}: {amount}."
         elif second is not None:
@@ -376,8 +401,11 @@ class Judge:
             settle = f"; such a difference is settled by {facts['settle']} pairs" if facts["settle"] else ""
             early = "; more pairs would hardly make it better" if facts["pairs"] < self.settings.pairs else ""
             sentence = f"{name}: no clear difference to {against}: {amount}{settle or early}."
+            if "lead" in facts:
+                sentence += f" It leads by {facts['lead']:+.4f} and becomes the incumbent, without a claim."
         head = _head(self.ledger, entry)
-        return {**head, "verdict": found, "sentence": sentence, **facts, "incumbent": found == "better"}
+        is_adopted = (found == "better" or "lead" in facts) and not self.ledger.has_adopted(entry)
+        return {**head, "verdict": found, "sentence": sentence, **facts, "incumbent": is_adopted}
 
     # The stream.
 
@@ -421,7 +449,7 @@ class Judge:
             entry
             for entry in ledger.entries
             if entry["content"] == submission.content
-            and (entry["against"] == ledger.incumbent_number or entry["verdict"]["incumbent"])
+            and (entry["against"] == ledger.incumbent_number or ledger.has_adopted(entry))
         ]
         if same and not (more and same[-1]["verdict"]["verdict"] == "no clear difference"):
             return dict(same[-1]["verdict"])
@@ -458,8 +486,11 @@ class Judge:
         if entry["refused"] is None and ledger.decisions_left < 1:
             entry["refused"] = ["windows", "no fresh held-out windows are left, so nothing more can be called better"]
         if entry["refused"] is None:
-            incumbent = ledger.incumbent.dump()
-            entry |= {"block": len(ledger.decided), "incumbent": incumbent, "incumbent_sizes": self._incumbent_sizes()}
+            entry |= {"block": len(ledger.decided)}
+            if earlier is not None:  # it may be the incumbent itself by now
+                entry |= {name: earlier[name] for name in ("against", "incumbent", "incumbent_sizes")}
+            else:
+                entry |= {"incumbent": ledger.incumbent.dump(), "incumbent_sizes": self._incumbent_sizes()}
             if earlier is None:
                 level, found = self.level()
                 entry |= {"level": level, "found": found, "noise": list(astuple(self.noise()))}
@@ -473,13 +504,12 @@ class Judge:
         return sizes
 
     def _known(self) -> dict[str, str]:
-        """What a proposal must differ from, by identity: incumbents, and proposals judged against this incumbent."""
+        """What a proposal must differ from, by identity: the first incumbent, and every earlier proposal."""
         ledger = self.ledger
         known = {ledger.facts["identity"]: "the first incumbent"}
         for entry in ledger.entries:
-            is_current = entry["against"] == ledger.incumbent_number
-            if entry.get("identity") and (is_current or entry["verdict"]["incumbent"]):
-                known[entry["identity"]] = f"proposal {entry['number']}, {entry['name']}"
+            if entry.get("identity"):
+                known.setdefault(entry["identity"], f"proposal {entry['number']}, {entry['name']}")
         return known
 
     def screened(

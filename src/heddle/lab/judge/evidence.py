@@ -50,6 +50,8 @@ MAX_PAIRS = 8
 PLANNED = 0.95  # of the level: for the test of the planned number of pairs
 MIN_CHANCE, MIN_CHANCE_POOLED = 0.005, 0.11  # of being called better within MAX_PAIRS; below it no pair is bought
 LOOK = 0.5  # standard deviations by which a first run must be lower than the incumbent's
+LOOKS = (-0.3, 0.0, 0.1)  # where proposals that lead are adopted: gains, in a run's deviations, that buy another run
+LOOK_LEADING, LEAD = 0.8, 0.3  # such gains after the last of these runs that buy pairs, and that make an incumbent
 WORSE_LEVEL, LOOK_LEVEL = 0.05, 0.01  # of one proposal: `worse` is not in the bound over the stream
 _NODES = 200  # of an integral
 
@@ -303,6 +305,32 @@ def first_look(loss: float, reference: Sequence[float], noise: Noise) -> str | N
     if stdtr(noise.degrees, distance) <= LOOK_LEVEL:
         return "worse"
     return None if distance >= LOOK else "no clear difference"
+
+
+def leading_look(losses: Sequence[float], reference: Sequence[float], noise: Noise) -> str | None:
+    """As `first_look`, of 1 to 4 runs where proposals that lead are adopted; `another run` where one is worth its cost.
+
+    What leads becomes the incumbent without a claim, so more runs decide it, each only while the others promise it.
+    """
+    if len(losses) == 1 and first_look(losses[0], reference, noise) == "worse":
+        return "worse"
+    gain = lead(losses, reference, (), noise)
+    if len(losses) <= len(LOOKS):
+        return "another run" if gain >= LOOKS[len(losses) - 1] else "no clear difference"
+    return None if gain >= LOOK_LEADING else "no clear difference"
+
+
+def lead(losses: Sequence[float], reference: Sequence[float], differences: Sequence[float], noise: Noise) -> float:
+    """The estimated gain over the incumbent, in deviations of a run, from first runs and pairs; −inf if one diverged.
+
+    It decides what the next proposals change, and no verdict: the bound over the stream holds for any incumbent.
+    """
+    values = [float(np.mean(reference)) - float(np.mean(losses)), *differences]
+    if not np.isfinite(values).all():
+        return -math.inf
+    looks = 1 / (1 / len(losses) + 1 / len(reference))  # in pairs it is half of that, as their variance is double
+    total = looks * values[0] + sum(differences) / 2
+    return total / (looks + len(differences) / 2) / (noise.deviation / math.sqrt(2))
 
 
 def pairs_to_settle(effect: float, noise: Noise, level: float) -> int | None:

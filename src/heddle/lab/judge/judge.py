@@ -31,7 +31,7 @@ from heddle.lab.judge.ledger import (
     write_settings,
 )
 from heddle.lab.judge.proposal import Submission, absolute_sources, read_proposal
-from heddle.lab.judge.settings import ACTIONS, MATCHES, RULES, JudgeSettings
+from heddle.lab.judge.settings import ACTIONS, ADOPTED, MATCHES, RULES, JudgeSettings
 from heddle.lab.pages.judge import PAGE_FILE, judge_page
 from heddle.lab.workers import default_workers
 from heddle.model.load_config import load_config
@@ -311,7 +311,7 @@ def describe(result: Mapping[str, Any]) -> list[str]:
 def init(settings: JudgeSettings, runtime: Runtime) -> dict[str, Any]:
     """Make a ledger: calibrate the first incumbent, divide the held-out text, and fix both."""
     folder = settings.out
-    check_settings(settings, {"match": MATCHES, "rule": RULES})
+    check_settings(settings, {"match": MATCHES, "rule": RULES, "adopt": ADOPTED})
     if settings.part:
         raise ConfigError(f"--part {settings.part[0]}: `init` starts from parts of the package; submit the part")
     if (folder / LOG_FILE).is_file() and read_log(folder):
@@ -388,13 +388,13 @@ A judge decides whether a change makes the incumbent better. You propose; it tra
        data: [mine.txt@2, stdlib]                     # sources of training text, with weights
 
 2. Submit it: `heddle judge submit proposal.yaml --out {out} --json`. The answer is one line of JSON. `verdict` is
-   refused (`rule` and `case` say why), worse, no clear difference, or better. A better proposal is the incumbent
-   from then on, and later overrides apply to it.
+   refused (`rule` and `case` say why), worse, no clear difference, or better. Where `incumbent` is true it is the
+   incumbent from then on, and later overrides apply to it.
 3. Exit codes: 0 better, 3 no clear difference, 4 worse, 5 refused, 2 a file or option that cannot be read, 1 a failure
    of the machine. After a kill, submit the same file again: it continues.
 
 A decision takes at most {pairs} pairs of runs, on seeds and held-out windows that nothing has read. `decisions_left`
-says how many remain; a refused proposal costs none. A proposal that only changes names or seeds is refused. Of all that
-is called better, at most a share of {alpha:g} is expected to be false, whatever you propose. Do not read the held-out
-text.
+says how many remain; a refused proposal costs none. What differs from an incumbent or an earlier proposal in names or
+seeds only is refused. Of all that is called better, at most a share of {alpha:g} is expected to be false, whatever you
+propose. Do not read the held-out text.
 """

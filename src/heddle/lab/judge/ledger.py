@@ -206,6 +206,10 @@ class Ledger:
         """The proposals that became the incumbent."""
         return [entry for entry in self.entries if entry.get("verdict", {}).get("incumbent")]
 
+    def has_adopted(self, entry: dict[str, Any]) -> bool:
+        """Whether a proposal, or the one that it continues, became the incumbent."""
+        return any(each["root"] == entry["root"] for each in self.accepted)
+
     @property
     def incumbent(self) -> Candidate:
         """What a proposal must beat."""

@@ -383,7 +383,7 @@ def _screened(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_known(request: Mapping[str, Any], identity: str) -> None:
-    """Raise Refused for a copy of the incumbent, or of an earlier proposal against the same incumbent."""
+    """Raise Refused for a copy of an incumbent or of an earlier proposal, whatever that one was judged against."""
     if identity in request["known"]:
         raise Refused("copy", f"resolves to the same as {request['known'][identity]}; change more than names or seeds")
 

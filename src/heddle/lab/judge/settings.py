@@ -26,6 +26,7 @@ from heddle.training.settings import (
 ACTIONS = ("init", "submit", "show", "final", "mcp")
 MATCHES = ("tokens", "flops", "parameters", "seconds")
 RULES = ("e-lond", "e-lord", "e-saffron")
+ADOPTED = ("better", "leading")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class JudgeSettings(SessionSettings):
     match: Annotated[str, Option("BUDGET", "What both sides share: tokens, flops, parameters or seconds.")] = "tokens"
     alpha: Annotated[float, Option("X", "False discovery rate of all 'better' verdicts.")] = 0.1
     rule: Annotated[str, Option("NAME", "e-lond, e-lord or e-saffron.")] = "e-lond"
+    adopt: Annotated[str, Option("WHICH", "What becomes the incumbent: better, or leading without a claim.")] = "better"
     pairs: Annotated[int, Option("N", "Most pairs of runs for one decision.")] = 8
     windows: Annotated[int | None, Option("N", "Held-out windows of each pair. [from the measured variance]")] = None
     second: Annotated[float, Option("X", "A winner must also win at X times the parameters; 0: off.")] = 2.0

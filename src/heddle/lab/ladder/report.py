@@ -69,10 +69,11 @@ def format_interval(interval: Any) -> str:
 
 
 def ratios_text(report: LadderReport) -> str:
-    """The tokens per parameter of the runs: "5, 10 and 20"."""
+    """The tokens per parameter of the runs: "5, 10 and 20 tokens per parameter"."""
     ratios = report.settings["tokens_per_parameter"]
     ratios = ratios if isinstance(ratios, list) else [ratios]
-    return join_names(map(format_number, ratios), len(ratios))
+    unit = "token" if ratios == [1] else "tokens"
+    return f"{join_names(map(format_number, ratios), len(ratios))} {unit} per parameter"
 
 
 def _predictions(report: LadderReport) -> Iterator[str]:
@@ -481,7 +482,7 @@ def _warnings(ladder: "Ladder", report: LadderReport) -> list[str]:
         sentences.append(f"Costs of equal loss and crossings compare designs at {ratio} tokens per parameter.")
     exponent = ladder.plan.settings.rate_exponent
     sentences.append(
-        f"Every size had {ratios_text(report)} tokens per parameter and a learning rate in proportion to "
+        f"Every size had {ratios_text(report)} and a learning rate in proportion to "
         f"width^−{exponent:g}; a design with a best rate that scales differently is at a disadvantage at some sizes."
     )
     return sentences

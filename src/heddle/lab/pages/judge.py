@@ -53,8 +53,9 @@ def lineage_figure(judged: Sequence[Mapping[str, Any]], style: DesignStyle) -> F
     total, values = 0.0, [Value(0, 0.0, title="the first incumbent")]
     for verdict in judged:
         if verdict["incumbent"]:
-            values.append(_value(verdict, total))
-            total += verdict["improvement"]["mean"]
+            lead = {"mean": verdict["lead"], "low": None, "high": None} if "lead" in verdict else None
+            values.append(_value(verdict | {"improvement": lead or verdict["improvement"]}, total))
+            total += verdict.get("lead", verdict["improvement"]["mean"])
     return line_figure([Series("", style, values)], _numbers(judged), axis("improvement in all, bits per byte"))
 
 
@@ -75,7 +76,8 @@ def lineage_table(first: str, judged: Sequence[Mapping[str, Any]]) -> TextTable:
     rows += [
         [
             str(each["number"]), each["name"], _amount(each["improvement"]), str(each["pairs"]),
-            f"{each['evidence']:.3g} of {each['needed']:.3g}", "; ".join(map(_size, each["sizes"])),
+            "leads" if "lead" in each else f"{each['evidence']:.3g} of {each['needed']:.3g}",
+            "; ".join(map(_size, each["sizes"])),
         ]
         for each in judged
         if each["incumbent"]

@@ -7,13 +7,15 @@ together from these files.
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from heddle.config import DesignError
 from heddle.conversion.convert import Conversion
@@ -28,7 +30,8 @@ from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import set_parameter
 from heddle.model.size import build_distinct_layers, measure_size
-from heddle.numerics.cross_entropy import token_losses
+from heddle.numerics.cross_entropy import OutputHead, scale_and_cap, token_losses
+from heddle.numerics.dispatch import add_flops
 from heddle.parts.feedforwards.gated import GatedConfig
 from heddle.parts.feedforwards.mlp import MLPConfig
 from heddle.parts.feedforwards.moe import MoEConfig
@@ -42,6 +45,7 @@ LATENT_SHARES = (0.5, 0.25)  # of a layer's state per token
 KEPT_SHARES = (0.75, 0.5)  # of hidden channels, and of experts
 WINDOW_SHARES = (2, 4)  # of a sequence: longer windows would show no cost
 CHUNK_ELEMENTS = 2**25  # of changed logits in memory
+VOCABULARY_BLOCK = 2**12  # logits of each token in memory
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ def default_targets(design: ModelConfig, sequence_length: int) -> list[str]:
         if isinstance(part, MLPConfig | GatedConfig):
             targets.append(f"hidden={max(1, int(share * part.hidden))}")
         elif isinstance(part, MoEConfig):
-            targets.append(f"keep_experts={max(part.top_k, int(share * part.experts))}")
+            left = max(part.top_k, int(share * part.experts))
+            targets += [f"merge_experts={left}", f"keep_experts={left}"]
     return [*dict.fromkeys(targets), "remove=feedforward", "remove=mixer"]
 
 
@@ -127,6 +132,7 @@ class Replacements:
         self.source, self.text = source, text
         self.items: list[Replacement] = []
         self.left_out: dict[str, str] = {}
+        self._reasons: dict[str, dict[str, str]] = {}
         self._converted: dict[str, list[Weights]] = {}
         layers = [index for index in range(source.design.depth) if index not in keep]
         for target in targets:
@@ -158,8 +164,12 @@ class Replacements:
         try:
             yield self._convert(target, layers)
         except DesignError as error:
-            self.left_out.setdefault(target, str(error))
-            possible = [index for index in layers if len(layers) > 1 and self._is_possible(target, index)]
+            alone = {index: self._obstacle(target, index) for index in layers} if len(layers) > 1 else {}
+            reasons = self._reasons.setdefault(target, {})
+            for each in (found for found in (alone or {0: error}).values() if found is not None):
+                reasons.setdefault(each.reason, str(each))  # of the first layer that it is about
+            self.left_out[target] = "; ".join(reasons.values()) or str(error)
+            possible = [index for index, obstacle in alone.items() if obstacle is None]
             if possible:
                 yield self._convert(target, possible)
 
@@ -172,12 +182,12 @@ class Replacements:
         build(converted.design, device="meta")
         return converted
 
-    def _is_possible(self, target: str, layer: int) -> bool:
+    def _obstacle(self, target: str, layer: int) -> DesignError | None:
         try:
             self._convert(target, (layer,))
-        except DesignError:
-            return False
-        return True
+        except DesignError as error:
+            return error
+        return None
 
     def _changed(self, target: str, converted: Weights) -> Iterator[Replacement]:
         new, old = converted.design, self.source.design
@@ -326,32 +336,78 @@ class Evaluator:
             first += len(batch)
         return found
 
+    @cached_property
+    @torch.no_grad()
+    def log_sums(self) -> Tensor:
+        """log Σ exp(logits) of the source for each token, float64 [N]."""
+        hidden, head = self.model.head.output_head.apply_transform(self.reference)
+        parts = hidden.split(max(1, CHUNK_ELEMENTS // _block_size(head)))
+        return torch.cat([_log_sums(_logits(part, head, block) for block in _blocks(head)) for part in parts])
+
     @torch.no_grad()
     def measure(self, changed: Sequence[np.ndarray]) -> tuple[FloatArray, FloatArray]:
         """The KL of each model by sequence [m, S], and the Gram matrix of the changes of the logits [m, m].
 
         changed: final hidden states [N, width] of m models. The Gram matrix is E_tokens[Cov_p(D_a, D_b)], p: of the
-        source. Reads a few tokens of all models at a time.
+        source. Reads some tokens of all models at a time, and a block of the vocabulary, so that a large one is read
+        once for all of them:
+
+            KL = log Σ_v p_v exp(D_v) − E_p[D],  Cov_p(D_a, D_b) = Σ_v p_v D_a D_b − E_p[D_a] E_p[D_b]
+
+        Both are the same for D plus a constant; the mean over the first block is taken away, so that little cancels.
         """
-        head, count = self.model.head, len(changed)
+        count, own = len(changed), self.model.head.output_head
         kl, gram = np.zeros((count, len(self.rows))), np.zeros((count, count))
-        tokens = max(1, CHUNK_ELEMENTS // ((count + 3) * head.weight.shape[0]))
+        reference, head = own.apply_transform(self.reference)
+        tokens = max(1, CHUNK_ELEMENTS // (count * _block_size(head)))
         for start in range(0, len(self.rows), tokens):
             part = slice(start, start + tokens)
-            logits = head(self.reference[part])
-            log_p = logits.log_softmax(-1)
-            p = log_p.exp()
-            root, scaled = p.sqrt(), []
-            for number, hidden in enumerate(changed):
-                new = head(torch.from_numpy(np.array(hidden[part])).to(logits))
-                kl[number, part] = (p * (log_p - new.log_softmax(-1))).sum(-1).double().cpu().numpy()
-                change = new - logits
-                scaled.append(((change - (p * change).sum(-1, keepdim=True)) * root).flatten())
-            rows = torch.stack(scaled)
-            gram += (rows @ rows.T).double().cpu().numpy()
+            given = torch.stack([torch.from_numpy(np.array(hidden[part])) for hidden in changed])
+            hidden, log_sums = own.apply_transform(given.to(reference)).hidden, self.log_sums[part, None]
+            means = torch.zeros(given.shape[:2], dtype=torch.float64, device=hidden.device)
+            shift: Tensor | None = None
+            new_sums: list[Tensor] = []
+            for block in _blocks(head):
+                logits, new = (_logits(states, head, block) for states in (reference[part], hidden))
+                new_sums.append(_log_sums([new]))
+                p = (logits - log_sums).exp().to(logits)
+                change = new.sub_(logits)
+                shift = change.mean(-1, keepdim=True) if shift is None else shift
+                change -= shift
+                means += (change * p).sum(-1).double()
+                rows = change.mul_(p.sqrt()).flatten(1)
+                gram += (rows @ rows.T).double().cpu().numpy()
+            assert shift is not None
+            sums = torch.stack(new_sums).logsumexp(0) - log_sums[:, 0] - shift[..., 0].double()
+            kl[:, part] = (sums - means).cpu().numpy()
+            gram -= (means @ means.T).cpu().numpy()
         by_row: FloatArray = np.stack([np.bincount(self.rows, row, self.row_count) for row in kl])
         by_row /= np.bincount(self.rows, minlength=self.row_count)
         return by_row, gram / len(self.rows)
+
+
+def _block_size(head: OutputHead) -> int:
+    return min(len(head.weight), VOCABULARY_BLOCK)
+
+
+def _blocks(head: OutputHead) -> list[slice]:
+    return [slice(start, start + VOCABULARY_BLOCK) for start in range(0, len(head.weight), VOCABULARY_BLOCK)]
+
+
+def _logits(hidden: Tensor, head: OutputHead, block: slice) -> Tensor:
+    """hidden [..., width] -> logits [..., block]."""
+    bias = None if head.bias is None else head.bias[block]
+    add_flops(2 * hidden.numel() * len(head.weight[block]))
+    return scale_and_cap(functional.linear(hidden, head.weight[block], bias), head.scale, head.softcap)
+
+
+def _log_sums(blocks: Iterable[Tensor]) -> Tensor:
+    """log Σ exp over the last dimension of all blocks, in float64."""
+    sums = []
+    for logits in blocks:
+        largest = logits.amax(-1, keepdim=True)
+        sums.append((logits - largest).exp().sum(-1).double().log() + largest[..., 0].double())
+    return torch.stack(sums).logsumexp(0)
 
 
 def single_scores(evaluator: Evaluator, items: Sequence[Replacement], folder: Path) -> Iterator[Replacement]:

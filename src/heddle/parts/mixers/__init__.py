@@ -6,7 +6,7 @@ sequence. Training passes no state, prefill passes an empty one, and decoding pa
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_type_hints
 
 import torch
 from pydantic import model_validator
@@ -19,6 +19,9 @@ from heddle.parts.modules.linear import Linear
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig, check_convolved
 from heddle.parts.states import StateSpec
 
+if TYPE_CHECKING:
+    from heddle.parts.modules.value_embedding import ValueEmbeddingConfig
+
 
 class MixerConfig(Part, ABC):
     """Config of a mixer."""
@@ -28,6 +31,10 @@ class MixerConfig(Part, ABC):
     convolved: ClassVar[tuple[str, ...]] = ("input",)
     # fields that grow with the model's width
     width_fields: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "key_heads", "kv_rank", "query_rank")
+
+    absent_fields = (
+        ("value_embedding", "is for attention, differential_attention, linear_attention and retention; leave it out"),
+    )
 
     short_convolution: ShortConvolutionConfig | None = None
 
@@ -73,6 +80,16 @@ class MixerConfig(Part, ABC):
     def hands_values(self) -> bool:
         """Whether it can hand its values to later layers of its kind that add them to theirs."""
         return False
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads the ids of tokens (`HandedOver.tokens`)."""
+        return False
+
+    @property
+    def value_table(self) -> "ValueEmbeddingConfig | None":
+        """The table of token embeddings whose rows are added to its values; None: there is none."""
+        return None
 
     @property
     def template(self) -> "MixerConfig":
@@ -127,7 +144,8 @@ class Mixer(nn.Module, ABC):
     fast_graph: whether a graph of it by torch's compiler is fast on a CPU.
 
     kv_source: index of the layer whose `kv_read` it reads. value_source: index of the layer whose values it adds
-    to its own. kv_target: index under which it hands over its own (`Layout.handed_over`). The model sets these three.
+    to its own. kv_target: index under which it hands over its own (`Layout.handed_over`). table_source, table_target:
+    the same for the rows of a table of token embeddings. The model sets these five.
     kv_fields, value_fields: what must be equal in both layers, by field.
     """
 
@@ -144,6 +162,8 @@ class Mixer(nn.Module, ABC):
     kv_source: int | None = None
     value_source: int | None = None
     kv_target: int | None = None
+    table_source: int | None = None
+    table_target: int | None = None
 
     @property
     def kv_fields(self) -> Mapping[str, Any]:

@@ -24,6 +24,9 @@ With `value_residual` (ResFormer, Zhou et al. 2024, arXiv 2410.17897) a layer at
 are the values of the first layer with attention, for the same tokens. λ₁ and λ₂ are given, or learned, starting at 0.5.
 A layer without the option keeps its own values. The cache holds the mixed values.
 
+With `value_embedding` rows of a table of token embeddings are added to the values (modded-nanogpt, 2024; nanochat,
+2026; see `ValueEmbeddingConfig`).
+
 With `k_eq_v` there is no projection to v: values are the projected keys, before any convolution, norm and rotation of
 the keys (Gemma 4, 2026). `value_norm` makes the values of each head `v / sqrt(mean(v²) + ε)`, with the ε of the model's
 norm and no weight (Gemma 3n, 2025), before `value_residual` mixes them.
@@ -71,7 +74,6 @@ from heddle.parts.layout import HandedOver, Layout
 from heddle.parts.mixers import (
     LogitRows,
     Mixer,
-    MixerConfig,
     check_head_groups,
     check_norm_width,
     merge_heads,
@@ -83,6 +85,7 @@ from heddle.parts.modules.indexer import INDEX_PROJECTIONS, IndexedCache, Indexe
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
 from heddle.parts.modules.router_statistics import record_largest_logits
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig, ShortConvolutions, build_convolutions
+from heddle.parts.modules.value_embedding import EmbeddedValuesConfig, build_value_embedding
 from heddle.parts.norms import NormConfig
 from heddle.parts.position_table import PositionTable
 from heddle.parts.positions import MixerPositionConfig, RotationConfig, build_mixer_position
@@ -139,7 +142,7 @@ def default_groups(heads: int) -> int:
     return min(divisors, key=lambda number: abs(number - heads / 4))
 
 
-class AttentionConfig(MixerConfig):
+class AttentionConfig(EmbeddedValuesConfig):
     """Fields of `attention`. None or false: off, or the default named in the comment.
 
     Under the name `mha`, kv_heads is heads; under `mqa` it is 1; under `gqa` it is by default heads / 4, as in Llama 3
@@ -151,6 +154,7 @@ class AttentionConfig(MixerConfig):
     later_fields = (
         *("temperature_growth", "exclusive", "shared_kv", "k_eq_v", "value_norm", "value_residual", "indexer"),
         *("chunked", "qk_norm_weight", "forget", "relative_dim", "relative_extent", "gate_activation"),
+        "value_embedding",
     )
 
     heads: Width
@@ -237,6 +241,8 @@ class AttentionConfig(MixerConfig):
             refuse("value_residual", "adds nothing if its second number is 0; leave it out, or give another")
         if self.value_residual is not None and self.shared_kv:
             refuse("value_residual", "has no effect with shared_kv, which leaves no values of its own; keep one")
+        if self.value_embedding is not None and self.shared_kv:
+            refuse("value_embedding", "has no effect with shared_kv, which leaves no values of its own; keep one")
         if self.indexer is not None and self.shared_kv:
             refuse("indexer", "selects keys of its own layer, but shared_kv reads another layer's; leave one out")
         return self
@@ -264,12 +270,16 @@ class AttentionConfig(MixerConfig):
         """Heads, widths, scale and rotary dims written out."""
         dim = context.head_dim(self.heads, self.head_dim)
         position = None if self.position is None else self.position.resolved(dim)
-        return self.replace(
-            kv_heads=self.kv_heads or self.heads,
-            head_dim=dim,
-            value_dim=self.value_dim or dim,
-            scale=self.scale or dim**-0.5,
-            position=position,
+        return (
+            super()
+            .resolved(context)
+            .replace(
+                kv_heads=self.kv_heads or self.heads,
+                head_dim=dim,
+                value_dim=self.value_dim or dim,
+                scale=self.scale or dim**-0.5,
+                position=position,
+            )
         )
 
     @property
@@ -353,7 +363,7 @@ class Attention(SelfInitialized, Mixer):
     `ForgettingCache`. With `shared_kv` it has none.
     """
 
-    input_projections = ("q", "k", "v", "gate", "forget", "relative", *INDEX_PROJECTIONS)
+    input_projections: Sequence[str] | None = ("q", "k", "v", "gate", "forget", "relative", *INDEX_PROJECTIONS)
 
     def __init__(self, config: AttentionConfig, context: BuildContext) -> None:
         super().__init__()
@@ -382,6 +392,9 @@ class Attention(SelfInitialized, Mixer):
         self.fast_graph = dim is None
         self.gate_activation = config.gate_activation
         self.sink = nn.Parameter(torch.empty(self.heads)) if config.sink else None
+        self.value_embedding = build_value_embedding(config.value_embedding, context, self.kv_heads, self.value_dim)
+        if config.value_embedding is not None:
+            self.input_projections = None  # its gate reads a part of x
         factors = config.value_residual
         self.value_factors = factors if isinstance(factors, tuple) else None  # λ₁ and λ₂
         self.value_mix = nn.Parameter(torch.empty(2)) if factors == "learned" else None  # the same
@@ -501,7 +514,10 @@ class Attention(SelfInitialized, Mixer):
             (values,) = unconvolved_keys if self.v is None else projected[1:]
             v = split_heads(values, self.kv_heads)
             v = v if self.value_eps is None else rms_norm(v, None, self.value_eps)
-            own = k, v if self.value_multiplier is None else v * self.value_multiplier
+            v = v if self.value_multiplier is None else v * self.value_multiplier
+            if self.value_embedding is not None:
+                v = self.value_embedding(x, v, layout, self.table_source, self.table_target)
+            own = k, v
         index = None if self.indexer is None else self.indexer(x, x, layout)
         cache: Any = state.own if isinstance(state, ConvolvedState) else state
         y, v, cache = self._attend(q, own, index, self._token_bias(x, layout), layout, cache)

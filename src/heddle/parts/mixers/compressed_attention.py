@@ -72,6 +72,7 @@ class CompressedAttentionConfig(MixerConfig):
     """Fields of `compressed_attention`. None or false: off, or the default named in the comment."""
 
     aliases = ("csa", "hca")
+    absent_fields = (("value_embedding", "adds rows to values alone, but here keys are values; leave it out"),)
     width_fields = ("heads", "query_rank", "out_rank")
 
     heads: Width

@@ -34,6 +34,8 @@ from heddle.parts.states import MixerState, StateSpec
 class CrossAttentionConfig(MixerConfig):
     """Fields of `cross_attention`. None or false: off, or the default named in the comment."""
 
+    absent_fields = (("value_embedding", "adds rows of the call's tokens, but values are the encoder's; leave it out"),)
+
     heads: Width
     kv_heads: Width | None = None  # default: heads
     head_dim: Width | None = None  # default: width / heads

@@ -5,10 +5,12 @@
 
 Each head has two queries and keys of head_dim = d dims and one value of 2 d dims; λ is one number per layer, and N a
 norm over each head's output. The first layer has the index 0. Query head h reads key and value head
-h // (heads / kv_heads). Observed attention maps are of both softmaxes: all A_1, then all A_2.
+h // (heads / kv_heads). Observed attention maps are of both softmaxes: all A_1, then all A_2. `value_embedding` adds
+rows of a table of token embeddings to the values (see `ValueEmbeddingConfig`).
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -32,6 +34,7 @@ from heddle.parts.mixers import (
 )
 from heddle.parts.modules.eager import layout_dependent
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
+from heddle.parts.modules.value_embedding import EmbeddedValuesConfig, build_value_embedding
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import MixerPositionConfig, build_mixer_position
 from heddle.parts.states import KVCache, StateSpec
@@ -39,10 +42,11 @@ from heddle.parts.states import KVCache, StateSpec
 LAMBDA_STD = 0.1
 
 
-class DifferentialAttentionConfig(MixerConfig):
+class DifferentialAttentionConfig(EmbeddedValuesConfig):
     """Fields of `differential_attention`. None or false: off, or the default named in the comment."""
 
     aliases = ("diff_attention",)
+    later_fields = ("value_embedding",)
 
     heads: Width  # each with two queries
     kv_heads: Width | None = None  # default: heads
@@ -64,13 +68,17 @@ class DifferentialAttentionConfig(MixerConfig):
         """Heads, widths, scale, norm and rotary dims written out."""
         dim = self.query_dim(context)
         position = None if self.position is None else self.position.resolved(dim)
-        return self.replace(
-            kv_heads=self.kv_heads or self.heads,
-            head_dim=dim,
-            value_dim=self.value_dim or 2 * dim,
-            scale=self.scale or dim**-0.5,
-            norm=self.norm or context.norm,
-            position=position,
+        return (
+            super()
+            .resolved(context)
+            .replace(
+                kv_heads=self.kv_heads or self.heads,
+                head_dim=dim,
+                value_dim=self.value_dim or 2 * dim,
+                scale=self.scale or dim**-0.5,
+                norm=self.norm or context.norm,
+                position=position,
+            )
         )
 
     def query_dim(self, context: BuildContext) -> int:
@@ -107,7 +115,7 @@ class DifferentialAttentionConfig(MixerConfig):
 class DifferentialAttention(SelfInitialized, Mixer):
     """The module. Its state is a `KVCache` whose keys [B, kv_heads, slots, 2 d] are the two keys of each head."""
 
-    input_projections = ("q", "k", "v")
+    input_projections: Sequence[str] | None = ("q", "k", "v")
     uses_layer_index = True
     fast_graph = True
 
@@ -122,6 +130,9 @@ class DifferentialAttention(SelfInitialized, Mixer):
         self.q = Linear(context.width, 2 * self.heads * self.head_dim, config.bias)
         self.k = Linear(context.width, 2 * self.kv_heads * self.head_dim, config.bias)
         self.v = Linear(context.width, self.kv_heads * self.value_dim, config.bias, value_projection=True)
+        self.value_embedding = build_value_embedding(config.value_embedding, context, self.kv_heads, self.value_dim)
+        if config.value_embedding is not None:
+            self.input_projections = None  # its gate reads a part of x
         self.out = Linear(self.heads * self.value_dim, context.width, config.bias, output_projection=True)
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
             nn.Parameter(torch.empty(self.head_dim)) for _ in range(4)
@@ -140,6 +151,11 @@ class DifferentialAttention(SelfInitialized, Mixer):
         """Its logits are not measured."""
         return "is differential attention, for which QK-clip is not defined"
 
+    @property
+    def value_fields(self) -> Mapping[str, Any]:
+        """The shape of the values."""
+        return {"kv_heads": self.kv_heads, "value_dim": self.value_dim}
+
     def init_state(self, spec: StateSpec) -> KVCache:
         """An empty cache for every token, or a ring buffer of `window` tokens and `rollback` more."""
         shape = (spec.batch, self.kv_heads, 2 * self.head_dim, self.value_dim)
@@ -149,7 +165,10 @@ class DifferentialAttention(SelfInitialized, Mixer):
         """x [B, T, width] -> ([B, T, width], new state)."""
         q, k, v = fused_projections(x, self.q, self.k, self.v)
         queries, keys = self._pairs(q, self.heads, layout), self._pairs(k, self.kv_heads, layout)
-        first, second, state = self._attend(queries, keys, split_heads(v, self.kv_heads), layout, state)
+        values = split_heads(v, self.kv_heads)
+        if self.value_embedding is not None:
+            values = self.value_embedding(x, values, layout, self.table_source, self.table_target)
+        first, second, state = self._attend(queries, keys, values, layout, state)
         y = self.norm((first - self._lambda().to(first.dtype) * second).transpose(1, 2))
         return self.out(merge_heads(y.transpose(1, 2)) * (1.0 - self.lambda_init)), state
 

@@ -36,6 +36,9 @@ class GatedDeltaConfig(MixerConfig):
 
     aliases = ("gated_deltanet", "gdn")
     later_fields = ("negative_eigenvalues", "steps", "gate", "preconditioned")
+    absent_fields = (
+        ("value_embedding", "adds rows to values as projected, but here these are convolved; leave it out"),
+    )
 
     heads: Width  # of values, states and outputs
     key_heads: Width | None = None  # of queries and keys; default: heads

@@ -41,6 +41,9 @@ class KDAConfig(MixerConfig):
     """Fields of `kda`. None: the default named in the comment."""
 
     later_fields = ("negative_eigenvalues", "decay_bound", "channel_gates", "preconditioned", "full_gates")
+    absent_fields = (
+        ("value_embedding", "adds rows to values as projected, but here these are convolved; leave it out"),
+    )
 
     heads: Width
     head_dim: Width | None = None  # of queries and keys; default: width / heads

@@ -47,6 +47,9 @@ class LatentAttentionConfig(MixerConfig):
 
     aliases = ("mla",)
     later_fields = ("indexer", "shared_index", "gate", "norm_eps", "sink", "gate_input")
+    absent_fields = (
+        ("value_embedding", "adds rows to values, but here only a latent of them is cached; leave it out"),
+    )
     heads: Width
     kv_rank: Width  # width of the latent of keys and values
     query_rank: Width | None = None  # width of the latent of queries; default: no latent, queries are projected from x

@@ -5,10 +5,11 @@
 
 φ and ψ are elu + 1, relu, or learned (Hedgehog, Zhang et al. 2024): [softmax(W x) ; softmax(−W x)] with one W per head.
 Where the denominator is zero, y is zero. A rotary embedding rotates φ(q) and ψ(k) in the numerator only (RoFormer,
-eq. 19). With `causal: false`, S and z are sums over the whole document.
+eq. 19). With `causal: false`, S and z are sums over the whole document. `value_embedding` adds rows of a
+table of token embeddings to v (see `ValueEmbeddingConfig`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -33,6 +34,7 @@ from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_double_softmax, merge_heads, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
+from heddle.parts.modules.value_embedding import EmbeddedValuesConfig, build_value_embedding
 from heddle.parts.positions import RotationConfig
 from heddle.parts.states import RecurrentState, StateSpec, call_layout, without_padding
 
@@ -42,8 +44,10 @@ MAP_FIELDS = ("feature_map", "key_feature_map")
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"elu": elu_features, "relu": relu_features}
 
 
-class LinearAttentionConfig(MixerConfig):
+class LinearAttentionConfig(EmbeddedValuesConfig):
     """Fields of `linear_attention`. Feature maps and a rotation are only for `normalization: kernel`."""
+
+    later_fields = ("value_embedding",)
 
     heads: Width
     head_dim: Width | None = None  # default: width / heads
@@ -80,7 +84,8 @@ class LinearAttentionConfig(MixerConfig):
         feature_dim = 2 * dim if self.feature_maps[0] == "learned" else dim
         position = None if self.position is None else self.position.resolved(feature_dim)
         maps = {} if self.normalization == "double_softmax" else dict(zip(MAP_FIELDS, self.feature_maps, strict=True))
-        return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position, **maps)
+        fields = {"head_dim": dim, "value_dim": self.value_dim or dim, "position": position}
+        return super().resolved(context).replace(**fields, **maps)
 
     @classmethod
     def default_fields(cls, previous: Part, width: int) -> dict[str, Any]:
@@ -119,7 +124,7 @@ class FeatureMap(SelfInitialized):
 class LinearAttention(RecurrentMixer):
     """The module. Its state is a `RecurrentState` [B, H, d_φ, d_v + 1]: S, with z as the last column."""
 
-    input_projections = ("q", "k", "v")
+    input_projections: Sequence[str] | None = ("q", "k", "v")
 
     def __init__(self, config: LinearAttentionConfig, context: BuildContext) -> None:
         super().__init__()
@@ -132,6 +137,9 @@ class LinearAttention(RecurrentMixer):
         self.q = Linear(context.width, self.heads * self.head_dim)
         self.k = Linear(context.width, self.heads * self.head_dim)
         self.v = Linear(context.width, self.heads * self.value_dim, value_projection=True)
+        self.value_embedding = build_value_embedding(config.value_embedding, context, self.heads, self.value_dim)
+        if config.value_embedding is not None:
+            self.input_projections = None  # its gate reads a part of x
         self.out = Linear(self.heads * self.value_dim, context.width, output_projection=True)
         self.q_map, self.k_map = (
             FEATURE_MAPS.get(name) or FeatureMap(self.heads, self.head_dim) for name in config.feature_maps
@@ -141,6 +149,11 @@ class LinearAttention(RecurrentMixer):
         self.position = None if position is None else build_under("position", position.build, self.feature_dim)
         if self.position is not None and self.position.cast is not None:
             raise DesignError("position.cast", "does nothing here, because features are at least float32; leave it out")
+
+    @property
+    def value_fields(self) -> Mapping[str, Any]:
+        """The shape of the values."""
+        return {"heads": self.heads, "value_dim": self.value_dim}
 
     def init_state(self, spec: StateSpec) -> RecurrentState:
         """Zeros; the size does not depend on the cache length."""
@@ -153,6 +166,8 @@ class LinearAttention(RecurrentMixer):
     ) -> tuple[Tensor, RecurrentState | None]:
         """x [B, T, width] -> ([B, T, width], new state)."""
         q, k, v = (split_heads(y, self.heads) for y in fused_projections(x, self.q, self.k, self.v))
+        if self.value_embedding is not None:
+            v = self.value_embedding(x, v, layout, self.table_source, self.table_target)
         if self.uses_kernel:
             y, state = self._kernel_attention(self.q_map(q), self.k_map(k), v, layout, state)
         else:

@@ -49,6 +49,11 @@ class PairConfig(MixerConfig):
         return self.replace(first=self.first.with_window(window), second=self.second.with_window(window))
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether one of the two does."""
+        return self.first.reads_tokens or self.second.reads_tokens
+
+    @property
     def template(self) -> MixerConfig:
         """The first mixer."""
         return self.first.template
@@ -67,8 +72,15 @@ class PairConfig(MixerConfig):
         first = build_under("first", self.first.build, context)
         second = build_under("second", self.second.build, context)
         for name, mixer in (("first", self.first), ("second", self.second)):
-            for field, reads in ((mixer.kv_read[0], mixer.reads_kv), ("value_residual", mixer.adds_first_values)):
-                if reads:
+            table = mixer.value_table
+            of_layers = {
+                mixer.kv_read[0]: mixer.reads_kv,
+                "value_residual": mixer.adds_first_values,
+                "value_embedding.shared": table is not None and table.shared,
+                "value_embedding.table": table is not None and table.table is not None,
+            }
+            for field, is_set in of_layers.items():
+                if is_set:
                     raise DesignError(f"{name}.{field}", "is for a layer, not for one mixer of a pair; leave it out")
             if mixer.short_convolution is not None and "input" in mixer.short_convolution.of:
                 reason = "input is shared by both mixers of a pair; give it in the pair's own short_convolution"

@@ -3,15 +3,16 @@
     S_t = γ_h S_{t−1} + k_t v_tᵀ,   y_t = norm_h(q_tᵀ S_t),   output W_out (y ⊙ act(W_g x))
 
 γ_h = 1 − 2^(−5−h) for head h = 0, 1, … unless set or learned. A rotary embedding may rotate q and k. The norm, by
-default the model's, is over each head, with weights per head, or over all heads at once.
+default the model's, is over each head, with weights per head, or over all heads at once. `value_embedding` adds rows
+of a table of token embeddings to v (see `ValueEmbeddingConfig`).
 
 Lightning attention (Qin et al. 2024; MiniMax 2025) has an activation of q, k and v, different rates, and one norm over
 all heads: `W_out (norm(y) ⊙ σ(W_g x))`.
 """
 
 import math
-from collections.abc import Callable
-from typing import Annotated, Literal, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -28,9 +29,10 @@ from heddle.numerics.transfer import Constants
 from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards import Activation as PlainActivation
 from heddle.parts.layout import Layout
-from heddle.parts.mixers import MixerConfig, RecurrentMixer, check_norm_width, split_heads
+from heddle.parts.mixers import RecurrentMixer, check_norm_width, split_heads
 from heddle.parts.modules.eager import eager
 from heddle.parts.modules.linear import Linear, SelfInitialized, fill_normal, fused_projections
+from heddle.parts.modules.value_embedding import EmbeddedValuesConfig, build_value_embedding
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import RotationConfig
 from heddle.parts.states import RecurrentState, StateSpec, call_layout, without_padding
@@ -40,10 +42,11 @@ Factor = Annotated[float, Field(gt=0.0, le=1.0)]
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "sigmoid": torch.sigmoid}
 
 
-class RetentionConfig(MixerConfig):
+class RetentionConfig(EmbeddedValuesConfig):
     """Fields of `retention`. None: off, or the default named in the comment."""
 
     aliases = ("retnet",)
+    later_fields = ("value_embedding",)
 
     heads: Width
     head_dim: Width | None = None  # default: width / heads
@@ -66,7 +69,8 @@ class RetentionConfig(MixerConfig):
         dim = context.head_dim(self.heads, self.head_dim)
         position = None if self.position is None else self.position.resolved(dim)
         norm = self.norm or context.norm
-        return self.replace(head_dim=dim, value_dim=self.value_dim or dim, position=position, norm=norm)
+        fields = {"head_dim": dim, "value_dim": self.value_dim or dim, "position": position, "norm": norm}
+        return super().resolved(context).replace(**fields)
 
     def build(self, context: BuildContext) -> "Retention":
         """Build the module. Raises DesignError if width is not divisible by heads and head_dim is not given."""
@@ -96,7 +100,7 @@ class Retention(RecurrentMixer):
     Fixed decay factors are floats, not a tensor, so that no change of dtype rounds them.
     """
 
-    input_projections = ("q", "k", "v", "gate")
+    input_projections: Sequence[str] | None = ("q", "k", "v", "gate")
 
     def __init__(self, config: RetentionConfig, context: BuildContext) -> None:
         super().__init__()
@@ -106,6 +110,9 @@ class Retention(RecurrentMixer):
         self.q = Linear(context.width, self.heads * self.head_dim)
         self.k = Linear(context.width, self.heads * self.head_dim)
         self.v = Linear(context.width, self.heads * self.value_dim, value_projection=True)
+        self.value_embedding = build_value_embedding(config.value_embedding, context, self.heads, self.value_dim)
+        if config.value_embedding is not None:
+            self.input_projections = None  # its gate reads a part of x
         self.out = Linear(self.heads * self.value_dim, context.width, output_projection=True)
         check_norm_width("value_dim", self.value_dim)
         norm, self.norm_per_head = config.norm or context.norm, config.output_norm == "per_head"
@@ -125,6 +132,11 @@ class Retention(RecurrentMixer):
         if self.position is not None:
             self.position.float64_angles = True
 
+    @property
+    def value_fields(self) -> Mapping[str, Any]:
+        """The shape of the values."""
+        return {"heads": self.heads, "value_dim": self.value_dim}
+
     def init_state(self, spec: StateSpec) -> RecurrentState:
         """Zeros; the size does not depend on the cache length."""
         return RecurrentState.empty((spec.batch, self.heads, self.head_dim, self.value_dim), spec.dtype, spec.device)
@@ -137,6 +149,8 @@ class Retention(RecurrentMixer):
         if self.activation is not None:
             projections = [self.activation(y) for y in projections]
         q, k, v = (split_heads(y, self.heads) for y in projections)
+        if self.value_embedding is not None:
+            v = self.value_embedding(x, v, layout, self.table_source, self.table_target)
         if self.position is not None:
             q, k = self.position(q, layout), self.position(k, layout)
         y, state = self._retain(q, k, v, layout, state)
