@@ -274,7 +274,8 @@ def test_value_embeddings_grow_with_the_vocabulary() -> None:
     before = hf_model(ROWS).logits
     hf_model.resize_token_embeddings(70, mean_resizing=False)
     torch.testing.assert_close(hf_model(ROWS).logits[..., :61], before)
-    tables = [layer.mixer.value_embedding.weight for layer in hf_model.heddle_decoder.layers]
+    names = [f"layers.{index}.mixer.value_embedding.weight" for index in (0, 1)]
+    tables = [hf_model.heddle_decoder.get_parameter(name) for name in names]
     assert tables[0] is tables[1]
     assert tables[0].shape == (70, 24)
     assert bool(hf_model(torch.tensor([[69, 3]])).logits.isfinite().all())
