@@ -205,8 +205,10 @@ def test_parts_state_what_reads_their_input(name: str) -> None:
         wider = Layer(entry, config.replace(width=2 * config.width), index).to("meta")
         for branch in branch_names(layer):
             part = layer.get_submodule(branch)
-            # One reads mixes of a token and the one before it, the other multiplies keys: conversions refuse both.
-            if isinstance(part, RWKV7 | NGramMemory):
+            # One reads mixes of a token and the one before it, one multiplies keys, and gates of value embeddings read
+            # a part of the input: conversions refuse them.
+            has_table = branch == "mixer" and entry.mixer is not None and entry.mixer.reads_tokens
+            if has_table or isinstance(part, RWKV7 | NGramMemory):
                 with pytest.raises(DesignError, match=f"{type(part).__name__} does not state its input_projections"):
                     input_projections(layer, branch, "")
                 continue

@@ -18,6 +18,7 @@ from heddle.exchange.load import load
 from heddle.exchange.transformers import HeddleConfig, HeddleForCausalLM, HeddleModel
 from heddle.storage.model import model_tensors
 from heddle.training.step import accumulate_gradients
+from tests.cases import attention, layer
 from tests.exchange.transformers.designs import DESIGNS, config, decoder, logits, model, prompts
 from tests.small import dropping
 
@@ -264,6 +265,20 @@ def test_vocabularies_grow_and_shrink(name: str, tmp_path: Path) -> None:
     assert hf_model.heddle_decoder.embed.weight.shape[0] == 61
     torch.testing.assert_close(hf_model(ROWS).logits, before)
     assert hf_model.generate(ROWS, max_new_tokens=2, do_sample=False).shape == (2, 10)
+
+
+def test_value_embeddings_grow_with_the_vocabulary() -> None:
+    """Also those of a layer that is visited again."""
+    own, shared = (layer(attention(value_embedding=each)) for each in ({}, {"shared": True}))
+    hf_model = fresh("gqa", layers=[{"repeat": 2, "shared": True, "layers": [own]}, shared])
+    before = hf_model(ROWS).logits
+    hf_model.resize_token_embeddings(70, mean_resizing=False)
+    torch.testing.assert_close(hf_model(ROWS).logits[..., :61], before)
+    names = [f"layers.{index}.mixer.value_embedding.weight" for index in (0, 1)]
+    tables = [hf_model.heddle_decoder.get_parameter(name) for name in names]
+    assert tables[0] is tables[1]
+    assert tables[0].shape == (70, 24)
+    assert bool(hf_model(torch.tensor([[69, 3]])).logits.isfinite().all())
 
 
 def test_what_would_be_ignored_is_refused() -> None:
