@@ -185,8 +185,10 @@ def run_seed(folder: Path, seed: int) -> dict[str, Any]:
         _, results = search.run()
         if not choices:
             began = time.process_time()
-            pairs = list(all_assignments(search, final))
-            choices, kl = [choice for choice, _ in pairs], np.stack([row for _, row in pairs])
+            kl = np.zeros(((1 + len(ALTERNATIVES)) ** DEPTH, sum(map(len, final.batches))))
+            for number, (choice, row) in enumerate(all_assignments(search, final)):
+                choices.append(choice)
+                kl[number] = row  # kept as tensors, rows among freed ones made a heap of 17 GB
             all_seconds = time.process_time() - began
             pick: list[Replacement] = [search.items[item] for item in choices[len(choices) // 3]]
             alone = Evaluator(search.weights, final, search.given.folder, search.scoring.model).divergence(pick)
