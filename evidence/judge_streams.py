@@ -167,7 +167,7 @@ class Source:
     tables: list[Floats]
     profiles: Floats
     rng: np.random.Generator
-    drawn: tuple[Floats, Floats] = (np.zeros(1), np.ones(1))
+    drawn: tuple[Floats, Floats] = field(init=False)
     tails: float = 0.0
     skew: float = 0.0
     spread: float = 1.0
