@@ -47,6 +47,7 @@ def _forked_starts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", forked.Popen)
         patch.setattr(os, "fsync", os.fstat)
+        forked.ENVIRONMENT |= os.environ
         yield
         forked.close()
 

@@ -96,6 +96,7 @@ class Starter:
         return None
 
 
+ENVIRONMENT: dict[str, str] = {}  # of the first process, before any test changes it
 _starters: list[Starter] = []  # one, once it is needed
 _real: list[bool] = []  # not empty: every process is started as ever
 
@@ -147,8 +148,9 @@ def _starter() -> Starter | None:
         with theirs, real_starts():
             command = [PYTHON, "-m", "tests.forked", str(theirs.fileno())]
             null, root = subprocess.DEVNULL, Path(__file__).parent.parent
-            process = subprocess.Popen(command, cwd=root, stdin=null, stdout=null, pass_fds=(theirs.fileno(),))
-        _starters.append(Starter(ours, os.environ, process))
+            held, own = (theirs.fileno(),), ENVIRONMENT or os.environ
+            process = subprocess.Popen(command, cwd=root, env=own, stdin=null, stdout=null, pass_fds=held)
+        _starters.append(Starter(ours, own, process))
         ours.recv(64)  # once it has imported what it needs
     return _starters[0] if _starters else None
 
