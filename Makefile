@@ -80,9 +80,9 @@ evidence: core ## run every row of docs/evidence.md: about an hour of one core; 
 search-gemma: core ## search Gemma 3 270M, from PyPI, at half its state: hours; SEARCH_ARGS=--dry-run says how long; continues
 	@$(RUN) -m evidence.search_gemma $(SEARCH_ARGS)
 
-docs: ## build the documentation as a site with Sphinx, offline, in about a minute: build/docs/index.html
+docs: ## build the documentation as a site with Sphinx, offline, in two minutes of CPU: build/docs/index.html
 	@sh tools/install.sh docs
-	@echo "heddle: writing three hundred pages into build/docs, in about a minute"
+	@echo "heddle: writing three hundred pages into build/docs, in about two minutes of CPU"
 	@$(RUN) -m tools.site build/docs
 
 package: dev ## build the sdist and the wheel into dist/, offline, and try the wheel from an empty folder

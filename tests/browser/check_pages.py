@@ -251,7 +251,7 @@ def test_site(chromium: Browser, tmp_path: Path) -> None:
     check_page(chromium, f"{search}?q=retention")
     for asked, answer in QUESTIONS.items():
         page = open_page(chromium, f"{search}?q={quote(asked)}")
-        page.wait_for_function("document.querySelector('.search-summary')?.textContent")
+        page.wait_for_function("() => document.querySelector('.search-summary')?.textContent")
         hits = page.evaluate(ANSWERS)
         links = [link for link, _ in hits]
         assert re.search(answer, " ".join(links[:3])), (asked, links)

@@ -18,7 +18,7 @@ from tools.site import __main__ as site_command
 from tools.site.contents import GROUPS, KEYWORDS
 
 LOADING = {"src", "srcset", "data", "poster", "background"}  # and the href of a <link> to a file
-OUTWARD = re.compile(r"""@import|url\(\s*["']?(?!data:)|XMLHttpRequest|WebSocket|EventSource|sendBeacon""")
+OUTWARD = re.compile(r"""@import|url\(\s*+["']?+(?!data:)|XMLHttpRequest|WebSocket|EventSource|sendBeacon""")
 ERRORS = re.compile(r"Error$|^(Broken|Diverged|Interrupted)")
 FEW = {
     "README.md": "# heddle\n\n[few.md](docs/parts/few.md), [one kind](docs/parts/few.md#attention), $x^2$\n",
@@ -51,7 +51,7 @@ class Links(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
         self.ids |= {values["id"]} if "id" in values else set()
-        loading = LOADING | ({"href"} if tag == "link" else set())
+        loading = LOADING | ({"href"} if tag == "link" and values.get("href") != "#" else set())
         self.loads += [value for name, value in values.items() if name in loading]
         self.links += [values["href"]] if tag == "a" and "href" in values else []
         if values.get("http-equiv") == "Content-Security-Policy":

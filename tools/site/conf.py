@@ -19,7 +19,7 @@ extensions = [
     "tools.site.extension",
 ]  # fmt: skip
 root_doc = "README"
-smartquotes = False
+smartquotes = viewcode_follow_imported_members = False
 include_patterns = ["*.md", "docs/**.md", "benchmarks/README.md", "benchmarks/results/*.md", "api/*.rst"]
 suppress_warnings = ["misc.highlighting_failure"]
 myst_enable_extensions = ["dollarmath"]
