@@ -91,7 +91,7 @@ def main() -> int:
         number += 1
     equal = all(ended)
     content = {
-        "date": datetime.now(UTC).date().isoformat(), "cpu": hardware()["cpu"], "search": SEARCH, "kills": kills,
+        "date": datetime.now(UTC).date().isoformat(), "cpu": hardware()["cpu"], "search": SEARCH, "results": kills,
         "seconds_undisturbed": round(whole, 1), "runs": len(ended), "equal": equal,
         "tensors": expected["tensors"],
     }  # fmt: skip

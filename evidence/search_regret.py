@@ -301,12 +301,12 @@ def main() -> None:
     parser.add_argument("--heal", type=int, help="heal assignments of this seed, which was run before")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    content = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"runs": []}
+    content = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"results": []}
     content |= {"cpu": hardware()["cpu"], "steps": STEPS, "alternatives": ALTERNATIVES}
 
     def write() -> None:
         content["date"] = datetime.now(UTC).date().isoformat()
-        content["runs"].sort(key=lambda run: run["seed"])
+        content["results"].sort(key=lambda run: run["seed"])
         RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     with progress.quiet():
@@ -314,11 +314,11 @@ def main() -> None:
             content["healed"] = heal_some(arguments.out, arguments.heal)
             write()
             return
-        done = {run["seed"] for run in content["runs"]}
+        done = {run["seed"] for run in content["results"]}
         for seed in itertools.filterfalse(done.__contains__, arguments.seeds):
-            content["runs"].append(run_seed(arguments.out, seed))
+            content["results"].append(run_seed(arguments.out, seed))
             write()
-        content["pooled"] = pooled(arguments.out, content["runs"])
+        content["pooled"] = pooled(arguments.out, content["results"])
         write()
 
 
