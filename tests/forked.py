@@ -256,6 +256,8 @@ def run(words: Sequence[str], folder: str) -> None:
     """What `python WORDS` does."""
     if words[0] == "-m":
         sys.path[0], sys.argv = folder, list(words[1:])
+        if words[1] in IMPORTED:
+            del sys.modules[words[1]]  # runpy warns of a module that is there before it runs it
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         sys.path[0], sys.argv = "", ["-c", *words[2:]]

@@ -179,6 +179,7 @@ def test_every_kind_is_covered_or_refused_by_name() -> None:
     mixer = "retention's decays depend on the number of heads, so it has no version at another width"
     assert reasons == {
         "transfer_width 48: encoder: cannot be scaled to another width; leave it out",
+        f"transfer_width 48: layers[0].mixer.second: {mixer}; choose another mixer",
         f"transfer_width 48: layers[0].mixer: {mixer}; choose another mixer",
         f"transfer_width 48: layers[1].mixer: {mixer}; choose another mixer",
         f"transfer_width 48: layers[3].mixer: {mixer}; choose another mixer",
