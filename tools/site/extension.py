@@ -47,6 +47,9 @@ class Rows(Domain):
     def merge_domaindata(self, docnames: Any, otherdata: dict[str, Any]) -> None:
         self.data["rows"] += [row for row in otherdata["rows"] if row[2] in docnames]
 
+    def get_type_name(self, kind: ObjType, primary: bool = False) -> str:
+        return kind.lname
+
     def resolve_any_xref(self, *_: Any) -> list[Any]:
         return []
 
@@ -172,7 +175,7 @@ def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines:
         if block.startswith("```text\n"):
             blocks.append("\n   ".join([".. code-block:: text", "", *rows[1:-1]]))
             continue
-        if all(re.match(r" |\w[\w, ]*: ", row) for row in rows):  # arguments or fields
+        if all(re.match(r" |[a-z_][\w, ]*: |\w+: ", row) for row in rows):  # arguments or fields
             rows = [f"  {row.strip()}" if row.startswith(" ") else f"- {row}" for row in rows]
         pieces = enumerate("\n".join(rows).split("`"))
         blocks.append("".join(f"``{each}``" if n % 2 else re.sub(r"([\\*_|])", r"\\\1", each) for n, each in pieces))
