@@ -1,5 +1,6 @@
 """What Sphinx lacks for these pages: rows that the search finds, formulas as MathML, docstrings in Markdown."""
 
+import builtins
 import fnmatch
 import functools
 import inspect
@@ -79,6 +80,8 @@ class Pages(SphinxTransform):
         for node in [*document.findall(addnodes.pending_xref)]:
             if node["reftype"] == "myst":
                 self._link(node)
+            elif node["reftype"] == "class" and node["reftarget"] in vars(builtins):
+                node.replace_self(node.children)  # else `bytes` links to a field of that name
         if docname.startswith(("docs/parts/", "api/")):
             for block in [*document.findall(nodes.literal_block)]:
                 _typeset(block)
