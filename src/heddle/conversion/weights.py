@@ -16,6 +16,8 @@ from heddle.model.initialization import set_parameter, storage_dtype
 from heddle.parts.layout import HandedOver, Layout
 from heddle.progress import progress_bar
 
+PROJECTIONS = ("gate", "up", "down")  # of a feed-forward, and of every expert of a mixture
+
 # The activations of a model on a text, with the weights of one layer in memory at a time.
 
 
@@ -61,6 +63,17 @@ class LayerActivations:
     new_streams: list[Any]
     mixer_inputs: list[Tensor] = field(default_factory=list)
     mixer_outputs: list[Tensor] = field(default_factory=list)
+
+    def inputs_of(self, module: nn.Module) -> Iterator[Tensor]:
+        """Run the layer; yield what a module of it reads in each batch, without padding: [tokens, features]."""
+        read = list[Tensor]()
+        handle = module.register_forward_pre_hook(lambda _, arguments: read.append(arguments[0]))
+        try:
+            for stream, layout in zip(self.streams, self.layouts, strict=True):
+                self.layer(stream, layout)
+                yield read.pop()[layout.positions >= 0]
+        finally:
+            handle.remove()
 
 
 @torch.no_grad()

@@ -8,14 +8,12 @@ from torch import Tensor
 from heddle.config import DesignError
 from heddle.conversion.branches import scale_weight
 from heddle.conversion.rewrite import Rewrite, replace_layers
-from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
+from heddle.conversion.weights import PROJECTIONS, CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.gated import GatedConfig
 from heddle.parts.feedforwards.mlp import MLPConfig
 from heddle.parts.feedforwards.moe import MoEConfig
-
-PROJECTIONS = ("gate", "up", "down")
 
 
 class Dense(Rewrite):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heddle.config import DesignError, PositiveInt
 from heddle.conversion.rewrite import Rewrite, replace_layers
@@ -88,20 +88,5 @@ class _Narrower(ConvertedWeights):
 def gram_matrix(activations: LayerActivations) -> Tensor:
     """Σ a aᵀ over the tokens of a text, of the hidden channels of a layer's feed-forward: float64 [hidden, hidden]."""
     assert activations.layer.feedforward is not None
-    down, grams, layouts = (
-        activations.layer.feedforward.get_submodule("down"),
-        list[Tensor](),
-        iter(activations.layouts),
-    )
-
-    def add(module: nn.Module, inputs: tuple[Tensor]) -> None:
-        tokens = inputs[0][next(layouts).positions >= 0].double()
-        grams.append(tokens.T @ tokens)
-
-    handle = down.register_forward_pre_hook(add)
-    try:
-        for stream, layout in zip(activations.streams, activations.layouts, strict=True):
-            activations.layer(stream, layout)
-    finally:
-        handle.remove()
-    return torch.stack(grams).sum(0)
+    read = activations.inputs_of(activations.layer.feedforward.get_submodule("down"))
+    return torch.stack([tokens.T @ tokens for tokens in map(Tensor.double, read)]).sum(0)

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from heddle.config import DesignError, Width
 from heddle.conversion.rewrite import Rewrite, replace_layers
-from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
+from heddle.conversion.weights import PROJECTIONS, CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.modules.router_statistics import record_router_statistics
 
-PROJECTIONS = ("gate", "up", "down")
 ROUTER = ("router.weight", "router.bias", "router.expert_bias")
 
 

@@ -14,12 +14,11 @@ from typing import ClassVar
 
 import torch
 from scipy.optimize import linear_sum_assignment
-from torch import Tensor, nn
+from torch import Tensor
 
 from heddle.config import DesignError, Width
 from heddle.conversion.rewrite import Rewrite, replace_layers
-from heddle.conversion.rewrites.keep_experts import PROJECTIONS
-from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights
+from heddle.conversion.weights import PROJECTIONS, CalibrationText, ConvertedWeights, LayerActivations, Weights
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.numerics.experts.mixture import route, run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
@@ -131,23 +130,13 @@ def expert_outputs(activations: LayerActivations) -> tuple[Tensor, Tensor]:
     """Σ f_i(x) · f_j(x) over the tokens of a text [E, E], and each expert's router mass Σ p_i(x) [E]; float64."""
     mixture = activations.layer.feedforward
     assert isinstance(mixture, MoE)
-    inputs, layouts = list[Tensor](), iter(activations.layouts)
-
-    def add(module: nn.Module, arguments: tuple[Tensor]) -> None:
-        inputs.append(arguments[0][next(layouts).positions >= 0])
-
-    handle = mixture.register_forward_pre_hook(add)
-    try:
-        for stream, layout in zip(activations.streams, activations.layouts, strict=True):
-            activations.layer(stream, layout)
-    finally:
-        handle.remove()
-    experts, width = mixture.config.experts, inputs[0].shape[1]
+    inputs = torch.cat(list(activations.inputs_of(mixture)))
+    experts, width = mixture.config.experts, inputs.shape[1]
     gate, gate_bias = (None, None) if mixture.gate is None else (mixture.gate.weight, mixture.gate.bias)
     up, down = mixture.up, mixture.down
     weights = ExpertWeights(up.weight, down.weight, gate, up.bias, down.bias, gate_bias)
-    gram, mass = (inputs[0].new_zeros(shape, dtype=torch.float64) for shape in ((experts, experts), (experts,)))
-    for x in torch.cat(inputs).split(max(1, OUTPUT_ELEMENTS // (experts * width))):
+    gram, mass = (inputs.new_zeros(shape, dtype=torch.float64) for shape in ((experts, experts), (experts,)))
+    for x in inputs.split(max(1, OUTPUT_ELEMENTS // (experts * width))):
         mass += route(mixture.router(x), None, mixture.routing_config).probabilities.double().sum(0)
         outputs = []
         for number in range(experts):
