@@ -237,6 +237,29 @@ def test_what_leads_becomes_the_incumbent_without_a_claim(made: Path, tmp_path: 
     assert len(found.reference or []) == judging.REFERENCE_RUNS
 
 
+def test_the_incumbent_that_a_lead_replaced_may_return_once(made: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """A lead is no claim, so it can be undone, on fresh pairs; what a claim replaced stays a copy."""
+    gains = {"look": 0.0, "pair": 0.0, "reference": 0.0}
+    fake_losses(monkeypatch, lambda name: 2.0 - gains_of(name, gains))
+    options = OPTIONS | {"adopt": "leading", "out": tmp_path / "ledger"}
+    judge("init", made / "good.yaml", data=[str(made / "text")], **options)
+    monkeypatch.setattr(evidence, "LOOK_LEADING", math.inf)
+
+    def propose(width: int, *others: str) -> tuple[str, bool]:
+        gains["look"] += 0.02  # above the incumbent's
+        gains["reference"] = gains["look"]
+        verdict = submit(tmp_path / "ledger", {"overrides": [f"layers.*.feedforward.hidden={width}", *others]})
+        return verdict["verdict"], verdict["incumbent"]
+
+    assert propose(28) == ("no clear difference", True)
+    assert propose(24) == ("no clear difference", True)
+    assert propose(24, "width=16")[0] == "refused"  # the incumbent itself
+    gains["pair"] = 0.5
+    monkeypatch.setattr(evidence, "LOOK_LEADING", 0.0)
+    assert propose(32) == ("better", True)
+    assert propose(24, "width=16")[0] == "refused"  # a claim stands between
+
+
 def test_what_fails_at_the_second_size_does_not_lead(made: Path, tmp_path: Path, monkeypatch: Any) -> None:
     gains = {"look": 0.5, "pair": 0.5, "second": -0.5, "reference": 0.5}
     fake_losses(monkeypatch, lambda name: 2.0 - gains_of(name, gains))

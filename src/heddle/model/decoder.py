@@ -49,7 +49,7 @@ class LayerScalar(SelfInitialized):
         self.weight = nn.Parameter(torch.empty(1))
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
-        """1."""
+        """Set the factor to 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, stream: Tensor) -> Tensor:

@@ -504,12 +504,20 @@ class Judge:
         return sizes
 
     def _known(self) -> dict[str, str]:
-        """What a proposal must differ from, by identity: the first incumbent, and every earlier proposal."""
-        ledger = self.ledger
-        known = {ledger.facts["identity"]: "the first incumbent"}
-        for entry in ledger.entries:
+        """What a proposal must differ from, by identity: the first incumbent, and every earlier proposal.
+
+        An incumbent that a mere lead replaced may be proposed once more.
+        """
+        incumbent = self.ledger.facts["identity"]
+        known = {incumbent: "the first incumbent"}
+        for entry in self.ledger.entries:
             if entry.get("identity"):
                 known.setdefault(entry["identity"], f"proposal {entry['number']}, {entry['name']}")
+            verdict = entry.get("verdict", {})
+            if verdict.get("incumbent"):
+                if verdict["verdict"] != "better":
+                    known.pop(incumbent, None)
+                incumbent = entry["identity"]
         return known
 
     def screened(

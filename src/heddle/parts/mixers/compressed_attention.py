@@ -168,9 +168,9 @@ class CompressedAttentionConfig(MixerConfig):
 
 @dataclass(frozen=True, eq=False)
 class CompressedCache(BlockCache):
-    """The keys of the window [B, 1, slots, d], no values; and entries [B, slots, d + d_index] with their tail.
+    """The window's keys [B, 1, slots, d] without values, and the pooled entries [B, slots, d + d_index].
 
-    Of the tail's [B, tokens, 2, series, d + d_index] elements are W_p x and W_g x.
+    The tail holds W_p x and W_g x of the tokens not yet pooled, [B, tokens, 2, series, d + d_index].
     """
 
     window: KVCache

@@ -67,7 +67,7 @@ class HyperConnectionsConfig(ResidualConfig):
     mixing: bool = True  # without, M is the identity
     magnitude: PositiveFloat = 2.0  # the factor of W, 2 above
     eps: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.0  # added to weights
-    norm_weight: bool = True  # of the norm of vec X
+    norm_weight: bool = True  # whether the norm of vec X has weights
     gate_rank: Width | None = None  # rows of D
     collapse: Literal["mean", "weighted"] = "mean"  # of the streams after the last layer
     whole_bias: bool = False  # b holds the constants that are else added to it
