@@ -129,10 +129,24 @@ QUESTIONS = {
     "window": "docs/parts/mixers",
     "logprobs": "docs/serve/requests",
     "MLA": "docs/parts/mixers",
+    "kv cache size per token": "docs/start/size",
+    "value embeddings": "docs/parts/mixers",
+    "deepseek v3": "docs/huggingface/families",
+    "which models can I load": "docs/huggingface/families",
+    "top_k sampling": "docs/generation",
+    "int8 quantization": "docs/huggingface/quantized",
+    "bfloat16 training": "docs/training/precision",
+    "gradient checkpointing": "docs/training/settings",
+    "train on my own text": "docs/training/data",
+    "scaling law": "docs/ladder",
+    "needle in a haystack": "docs/training/tasks",
+    "custom mixer": "docs/add-a-part",
+    "streaming": "docs/serve",
+    "how long will it take": "docs/plan",
 }
 # Of the first five answers: where each leads, and its excerpt, if it is no name.
 ANSWERS = """() => [...document.querySelectorAll("#search-results li")].slice(0, 5).map((item) =>
-  [item.querySelector("a").getAttribute("href"), item.querySelector("span, p")?.textContent ?? ""])"""
+  [item.querySelector("a").getAttribute("href"), item.querySelector(":scope > span, :scope > p")?.textContent ?? ""])"""
 
 
 @pytest.fixture(scope="module")

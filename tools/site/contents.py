@@ -37,19 +37,34 @@ GROUPS = {
 }
 # Found under these words first, though the page's title lacks them.
 KEYWORDS = {
-    "docs/plan": "ran out of memory, out of memory, oom, kv cache size, gpu memory, vram",
-    "docs/start/size": "kv cache size, halve the cache",
-    "docs/convert": "gqa, mla, halve the cache, sliding window",
+    "docs/plan": (
+        "ran out of memory, out of memory, oom, kv cache size, gpu memory, vram, how long will it take, training time"
+    ),
+    "docs/start/size": "kv cache size, halve the cache, parameters",
+    "docs/start/download": "download, hugging face model",
+    "docs/convert": "gqa, mla, halve the cache, sliding window, pruning, merge models",
     "docs/ranks": "multi gpu, ddp, fsdp, tensor parallel, expert parallel",
-    "docs/training/data": "tokenizer, vocabulary, corpus",
+    "docs/cluster": "slurm, cluster, torchrun",
+    "docs/training/data": "tokenizer, vocabulary, corpus, my own text, my own data, dataset",
     "docs/training/files": "checkpoint format, log, perplexity",
-    "docs/serve/requests": "log probabilities, logprobs",
+    "docs/training/settings": "gradient checkpointing, recompute, batch size, loss spike, optimizer",
+    "docs/training/resume": "reproducible, deterministic",
+    "docs/training/precision": "bfloat16, mixed precision, fp8",
+    "docs/training/tasks": "needle in a haystack, passkey",
+    "docs/serve": "openai api, streaming",
+    "docs/serve/requests": "log probabilities, logprobs, stop tokens, temperature, top_p",
     "docs/compare/tuning": "tune, learning rate tuning, hyperparameters",
+    "docs/ladder": "scaling law, chinchilla",
     "docs/deploy/llama-cpp": "export gguf",
-    "docs/generation": "speculative decoding, draft model",
-    "docs/parts/mixers": "sliding window attention, local attention, latent attention, mla, gqa, linear attention",
+    "docs/generation": "speculative decoding, draft model, sampling, temperature, top_k, top_p, beam search",
+    "docs/huggingface/families": "which models, supported models, llama, deepseek, qwen, mistral, gemma",
+    "docs/huggingface/quantized": "quantization, int8, int4",
+    "docs/huggingface/serving": "hellaswag, mmlu, eval harness",
+    "docs/parts/mixers": (
+        "sliding window attention, local attention, latent attention, mla, gqa, linear attention, value embedding"
+    ),
     "docs/experts": "router, router aux loss, moe",
-    "docs/add-a-part": "add position encoding, new mixer",
-    "docs/serve": "openai api",
+    "docs/speed": "tokens per second",
+    "docs/add-a-part": "add position encoding, new mixer, custom mixer, custom attention, own attention",
 }
 FOLDERS = ("benchmarks/results", "benchmarks/results/*/", "examples/cluster")  # listed, as pages link to them

@@ -208,12 +208,21 @@ def _folders(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield f"{path}/index", {"title": path, "body": f"<h1>{path}</h1><ul>{listed}</ul>"}, "page.html"
 
 
+def _paragraphs(document: nodes.document) -> Iterator[str]:
+    """Paragraphs and rows of tables, each on one line."""
+    for node in document.findall():
+        if isinstance(node, nodes.row):
+            yield " · ".join(" ".join(cell.astext().split()) for cell in node)
+        elif isinstance(node, nodes.paragraph) and not isinstance(node.parent, nodes.entry):
+            yield " ".join(node.astext().split())
+
+
 def _finished(app: Sphinx, exception: Exception | None) -> None:
     """The start page under the name that servers open, and the texts of results."""
     if exception is None:
         shutil.copyfile(app.outdir / f"{app.config.root_doc}.html", app.outdir / "index.html")
         pages = (name for name in app.env.found_docs if not name.startswith("api/"))
-        texts = {name: " ".join(app.env.get_doctree(name).astext().split()) for name in pages}
+        texts = {name: [*_paragraphs(app.env.get_doctree(name))] for name in pages}
         (app.outdir / "_static/texts.js").write_text(f"const TEXTS = {json.dumps(texts)};\n", encoding="utf-8")
 
 
