@@ -72,11 +72,13 @@ def pip_install(extra: str, root: Path = ROOT) -> str:
 def choices_hint(value: str, choices: Iterable[str], prefix: str = "") -> str:
     """End a message about an unknown name: `did you mean 'heads'? choices: depth, heads`.
 
-    The question is omitted if no choice is close to `value`. `prefix` is put before the suggested choice.
+    Suggested is a choice that `value` begins with (`shared_experts`: `shared`), else the closest; if none is close, the
+    question is omitted. `prefix` is put before the suggested choice.
     """
     names = list(choices)
-    near = get_close_matches(value[:MAX_NAME_CHARACTERS], names, n=1)
-    question = f"did you mean '{prefix}{near[0]}'? " if near else ""
+    begins = [name for name in names if name and value.startswith(f"{name}_")]
+    near = begins or get_close_matches(value[:MAX_NAME_CHARACTERS], names, n=1)
+    question = f"did you mean '{prefix}{max(near, key=len)}'? " if near else ""
     return f"{question}choices: {', '.join(names)}"
 
 

@@ -143,6 +143,10 @@ QUESTIONS = {
     "custom mixer": "docs/add-a-part",
     "streaming": "docs/serve",
     "how long will it take": "docs/plan",
+    "how long does training 10 billion tokens take": "docs/plan",
+    "KV cache bytes at 8k context": "docs/start/size",
+    "best learning rate for 50M parameters": "docs/compare/tuning",
+    "MLA with mixture of experts and shared experts": "docs/parts/feedforwards",
 }
 # Of the first five answers: where each leads, and its excerpt, if it is no name.
 ANSWERS = """() => [...document.querySelectorAll("#search-results li")].slice(0, 5).map((item) =>

@@ -311,7 +311,9 @@ def test_a_plan_of_this_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     steps = timed(monkeypatch, bf16=0.5)
     line = ["plan", "preset:gqa-tiny", "--cpu", "--sequence-length", "64", "--batch-size", "2", "--tokens", "5.12e6"]
     assert run_command([*line, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    facts = json.loads(captured.out)
+    assert "2 × 64 tokens, fp32" in captured.err  # before the wait
     assert [(each.precision, each.checkpoint_activations) for each in steps] == [("fp32", False)]
     assert facts["step_seconds"] == 0.5
     assert facts["tokens_per_second"] == 256

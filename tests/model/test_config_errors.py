@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from heddle.config import kind_names
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, choices_hint
 from heddle.model.load_config import load_config
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.norms import NormConfig
@@ -136,3 +136,11 @@ def test_weights_are_not_a_design(tmp_path: Path, name: str, remedy: str) -> Non
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / name)
     assert remedy.format(tmp_path) in str(caught.value)
+
+
+def test_the_hint_is_the_name_that_the_wrong_one_begins_with() -> None:
+    names = ["experts", "shared", "shared_gate"]
+    assert choices_hint("shared_experts", names).startswith("did you mean 'shared'?")
+    assert choices_hint("shared_gate_width", names).startswith("did you mean 'shared_gate'?")
+    assert choices_hint("num_experts", names).startswith("did you mean 'experts'?")
+    assert choices_hint("unlike", names).startswith("choices: ")

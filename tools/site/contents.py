@@ -38,9 +38,10 @@ GROUPS = {
 # Found under these words first, though the page's title lacks them.
 KEYWORDS = {
     "docs/plan": (
-        "ran out of memory, out of memory, oom, kv cache size, gpu memory, vram, how long will it take, training time"
+        "ran out of memory, out of memory, oom, kv cache size, gpu memory, vram, how long will it take, training time, "
+        "long training take"
     ),
-    "docs/start/size": "kv cache size, halve the cache, parameters",
+    "docs/start/size": "kv cache size, kv cache bytes, big kv cache, memory budget, halve the cache, parameters",
     "docs/start/download": "download, hugging face model",
     "docs/convert": "gqa, mla, halve the cache, sliding window, pruning, merge models",
     "docs/ranks": "multi gpu, ddp, fsdp, tensor parallel, expert parallel",
@@ -53,7 +54,7 @@ KEYWORDS = {
     "docs/training/tasks": "needle in a haystack, passkey",
     "docs/serve": "openai api, streaming",
     "docs/serve/requests": "log probabilities, logprobs, stop tokens, temperature, top_p",
-    "docs/compare/tuning": "tune, learning rate tuning, hyperparameters",
+    "docs/compare/tuning": "tune, learning rate tuning, best learning rate, hyperparameters",
     "docs/ladder": "scaling law, chinchilla",
     "docs/deploy/llama-cpp": "export gguf",
     "docs/generation": "speculative decoding, draft model, sampling, temperature, top_k, top_p, beam search",
@@ -63,6 +64,7 @@ KEYWORDS = {
     "docs/parts/mixers": (
         "sliding window attention, local attention, latent attention, mla, gqa, linear attention, value embedding"
     ),
+    "docs/parts/feedforwards": "shared experts, mixture of experts, swiglu",
     "docs/experts": "router, router aux loss, moe",
     "docs/speed": "tokens per second",
     "docs/add-a-part": "add position encoding, new mixer, custom mixer, custom attention, own attention",

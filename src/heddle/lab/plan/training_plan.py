@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from heddle.errors import ConfigError, MachineError
 from heddle.lab.plan.gpus import GIB, find_gpu
 from heddle.lab.show import plain_design
-from heddle.progress import format_amount
+from heddle.progress import format_amount, print_status
 from heddle.session import load_parts
 from heddle.settings import Json, Option, PartFile, VerbSettings, parse_count, parse_length
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
@@ -184,6 +184,8 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
         plan |= {"memory_total": choice.memory, "fits": choice.memory <= memory, "step_seconds": None}
         others = [each for each in plans if each["precision"] == choice.precision and each["fits"]]
         if plan["fits"] and not others:  # recomputing takes longer where all activations fit
+            kind = f"{choice.precision}{', recomputed layers' * choice.recompute}"
+            print_status(f"timing steps of {rows:,} × {length:,} tokens, {kind}; a busy machine takes minutes")
             how = replace(timed, precision=choice.precision, checkpoint_activations=choice.recompute)
             with TemporaryDirectory(prefix="heddle-") as folder:
                 text, out = RandomText(config.vocab_size or 1, length), Path(folder)

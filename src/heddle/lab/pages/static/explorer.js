@@ -76,7 +76,7 @@ function drawForm() {
   const whole = DATA.whole ? [number("design-vocab_size", "vocabulary", design.vocab_size), number("layer-count", "layers", layer().count), shared, entries] : "";
   const models = DATA.whole ? html`<label for="design-model"><span>start from</span><select id="design-model"><option value="">this design</option>${byFamily(DATA.models).map(([family, models]) => html`<optgroup label="${family}">${models.map(model => html`<option value="${DATA.models.indexOf(model)}">${model.name}</option>`)}</optgroup>`)}</select></label>` : "";
   write("around", [models, number("design-width", "model width", design.width), number("design-tokens", "context, tokens", design.tokens),
-    html`<label for="design-bytes"><span>numbers</span><select id="design-bytes">${[[4, "float32"], [2, "bfloat16"]].map(([bytes, name]) => html`<option value="${bytes}" ${design.bytes === bytes ? "selected" : ""}>${name}</option>`)}</select></label>`, whole]);
+    html`<label for="design-bytes"><span>numbers</span><select id="design-bytes">${[4, 2].map(bytes => html`<option value="${bytes}" ${design.bytes === bytes ? "selected" : ""}>${FORMATS[bytes]}</option>`)}</select></label>`, whole]);
   const none = ["positions", "mixers", "feedforwards", "scalings"].includes(state.slot) && (["positions", "scalings"].includes(state.slot) || DATA.whole) ? [["", "none"]] : [];
   write("kinds", [...DATA.slots[state.slot].map(kind => [kind.kind, kind.kind]), ...none].map(([value, name]) => html`<button type="button" id="kind-${value}" data-kind="${value}" aria-pressed="${(part?.kind ?? "") === value}">${name}</button>`));
   write("fields", part ? kindOf(state.slot, part.kind).fields.map(field => fieldInput(field, part, `field.${field.name}`)) : "");
@@ -97,7 +97,8 @@ function setField(id, input) {
 
 // ---- results ----
 const short = value => value >= 1e15 ? value.toExponential(2) : value >= 1e12 ? `${amount(value / 1e12)} T` : value >= 1e9 ? `${amount(value / 1e9)} B` : value >= 1e6 ? `${amount(value / 1e6)} M` : value >= 1e4 ? `${amount(value / 1e3)} k` : amount(value);
-const bytesOf = value => value >= 2 ** 40 ? `${amount(value / 2 ** 40)} TiB` : value >= 2 ** 30 ? `${amount(value / 2 ** 30)} GiB` : value >= 2 ** 20 ? `${amount(value / 2 ** 20)} MiB` : value >= 1024 ? `${amount(value / 1024)} KiB` : `${amount(value)} B`;
+const FORMATS = { 4: "float32", 2: "bfloat16" };
+const bytesOf = value => value >= 1e12 ? `${amount(value / 1e12)} TB` : value >= 1e9 ? `${amount(value / 1e9)} GB` : value >= 1e6 ? `${amount(value / 1e6)} MB` : value >= 1e3 ? `${amount(value / 1e3)} kB` : `${amount(value)} B`;
 
 const heldByMixer = design => state.slot === "scalings" || state.slot === "positions" && !design.embedding?.position;
 
@@ -106,7 +107,7 @@ function numbers(design) {
   const shown = DATA.whole ? sums : own ?? [0, 0, 0, 0, 0];
   const cards = [["parameters", shown[0], short(shown[0]), amount(shown[0])], ["active for a token", shown[0] - shown[1], short(shown[0] - shown[1]), amount(shown[0] - shown[1])],
     ["FLOPs per token", shown[2] / design.tokens, short(shown[2] / design.tokens), `forward pass, the mean over ${amount(design.tokens)} tokens`],
-    ["state", stateBytes(shown, design), bytesOf(stateBytes(shown, design)), `after ${amount(design.tokens)} tokens, one sequence`]];
+    ["state", stateBytes(shown, design), bytesOf(stateBytes(shown, design)), `after ${amount(design.tokens)} tokens, one sequence in ${FORMATS[design.bytes]}`]];
   const share = DATA.whole && own ? html`<p class="small">The ${TITLES[state.slot].toLowerCase()} of one layer: ${amount(own[0])} parameters, ${short(own[2] / design.tokens)} FLOPs per token, ${bytesOf(stateBytes(own, design))} of state at ${amount(design.tokens)} tokens.</p>` : heldByMixer(design) ? html`<p class="small">The numbers are for the mixer that contains it.</p>` : state.slot === "norms" ? html`<p class="small">For one norm over the model’s width.</p>` : "";
   return html`<div class="numbers">${cards.map(([name, , big, detail]) => html`<div><span>${name}</span><strong>${big}</strong><small>${detail}</small></div>`)}</div>${share}`;
 }
@@ -118,20 +119,16 @@ function byFamily(models) {
   return Object.keys(families).sort(sorted).map(family => [family, families[family].sort((a, b) => sorted(a.name, b.name))]);
 }
 
-// base: of the axis of values; bytes have powers of 2, numbers have powers of 10.
-function curve(title, valueAt, unit, base) {
-  const log = value => Math.log2(value) / Math.log2(base);
+function curve(title, valueAt, unit) {
   const contexts = Array.from({ length: 25 }, (_, index) => Math.round(2 ** (7 + index * 13 / 24)));
   const lines = [[state.design, SERIES[0], "now"], ...(state.pinned && !refusals(state.pinned).length ? [[state.pinned, SERIES[1], "pinned"]] : [])].map(([design, stroke, name]) => ({ stroke, name, values: contexts.map(tokens => valueAt({ ...design, tokens })) }));
   const all = lines.flatMap(each => each.values).filter(value => value > 0);
   if (!all.length) return "";
-  const room = base === 2 ? 0.5 : 0.1;
-  let low = Math.floor(log(Math.min(...all)) - room), high = Math.ceil(log(Math.max(...all)) + room);
-  if (base === 2 && high - low < 4) { low -= 1; high += 2; }
-  const x = tokens => 64 + (Math.log2(tokens) - 7) / 13 * 320, y = value => 150 - (log(Math.max(value, base ** low)) - low) / (high - low) * 126;
+  const low = Math.floor(Math.log10(Math.min(...all)) - 0.1), high = Math.ceil(Math.log10(Math.max(...all)) + 0.1);
+  const x = tokens => 64 + (Math.log2(tokens) - 7) / 13 * 320, y = value => 150 - (Math.log10(Math.max(value, 10 ** low)) - low) / (high - low) * 126;
   const step = Math.max(1, Math.round((high - low) / 5));
   const body = [];
-  for (let power = low; power <= high; power += step) body.push(line(64, y(base ** power), 388, y(base ** power), "var(--grid)"), text(58, y(base ** power) + 4, unit(base ** power), html`text-anchor="end" class="tick"`));
+  for (let power = low; power <= high; power += step) body.push(line(64, y(10 ** power), 388, y(10 ** power), "var(--grid)"), text(58, y(10 ** power) + 4, unit(10 ** power), html`text-anchor="end" class="tick"`));
   for (const power of [8, 11, 14, 17, 20]) body.push(text(x(2 ** power), 168, ["256", "2 k", "16 k", "131 k", "1 M"][[8, 11, 14, 17, 20].indexOf(power)], html`text-anchor="middle" class="tick"`));
   const here = state.design.tokens;
   if (here >= 128 && here <= 2 ** 20) body.push(line(x(here), 20, x(here), 150, "var(--soft)", html`stroke-dasharray="3 4"`));
@@ -144,7 +141,7 @@ function curve(title, valueAt, unit, base) {
 
 function curves() {
   const pick = design => { const all = sizes(design, Math.min(state.layer, design.layers.length - 1)); return DATA.whole ? all.sums : all.slots[state.slot === "scalings" ? "mixers" : state.slot] ?? [0, 0, 0, 0, 0]; };
-  return [curve("state of one sequence, bytes", design => stateBytes(pick(design), design), bytesOf, 2), curve("FLOPs per token, mean over the context", design => pick(design)[2] / design.tokens, short, 10)];
+  return [curve("state of one sequence, bytes", design => stateBytes(pick(design), design), bytesOf), curve("FLOPs per token, mean over the context", design => pick(design)[2] / design.tokens, short)];
 }
 
 function pictures(slot, part) {
