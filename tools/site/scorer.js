@@ -13,22 +13,40 @@ function weightOf(docname, isRow) {
   return !isRow ? 1 : /^--|_/.test(asked) ? 2 : 0.4;
 }
 
+let keywords;
+function keywordsOf(docname) {
+  if (keywords === undefined) {
+    keywords = {};
+    for (const [entry, places] of Object.entries(Search._index.indexentries)) {
+      for (const [file, , isMain] of places) {
+        if (isMain) keywords[Search._index.docnames[file]] = `${keywords[Search._index.docnames[file]] ?? ""} ${entry.toLowerCase()}`;
+      }
+    }
+  }
+  return keywords[docname] ?? "";
+}
+
 var Scorer = {
   score: ([docname, title, anchor, descr, score]) => {
-    const low = title.toLowerCase();
+    const low = title.toLowerCase(), known = descr === null ? `${low} ${keywordsOf(docname)}` : low;
     const whole = low === asked || low.endsWith(`.${asked}`) || low.endsWith(` ${asked}`);
-    return (score + 8 * words.filter((word) => low.includes(word)).length + (whole ? 20 : 0)) * weightOf(docname, descr !== null);
+    return (score + 8 * words.filter((word) => known.includes(word)).length + (whole ? 20 : 0)) * weightOf(docname, descr !== null);
   },
   objNameMatch: 11, objPartialMatch: 6, objPrio: { 0: 15, 1: 5, 2: -5 }, objPrioDefault: 0,
   title: 15, partialTitle: 7, term: 5, partialTerm: 2,
 };
 
-// Where no page has every word, pages that have all but one.
+// Where only logs have every word, or nothing has, pages that have all but one or two, at least half.
 const strict = Search.performTermsSearch;
 Search.performTermsSearch = (terms, excluded) => {
   const found = strict(terms, excluded);
-  if (found.length || terms.size < 2) return found;
-  return [...terms].flatMap((left) => strict(new Set([...terms].filter((each) => each !== left)), excluded));
+  let parts = [[...terms]];
+  for (let left = terms.size - 1; left >= Math.max(terms.size / 2, terms.size - 2); left--) {
+    if (!found.every(([docname]) => LAST.some((each) => each.test(docname)))) break;
+    parts = parts.flatMap((part) => part.map((word) => part.filter((each) => each !== word)));
+    found.push(...parts.flatMap((part) => strict(new Set(part), excluded)));
+  }
+  return found;
 };
 
 // A page that was opened from a folder may not read others: the texts of results lie in a script.

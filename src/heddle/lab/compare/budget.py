@@ -206,7 +206,7 @@ def time_steps(comparison: Comparison) -> dict[str, StepTime]:
         saved = read_json_file(file) if file is not None and file.is_file() else {}
         age = time.time() - saved.get("time", -math.inf)
         if 0 <= age < KEPT_SECONDS:
-            print_status(f"step times of {format_duration(age)} ago")
+            print_status(f"using the step times measured {format_duration(age)} ago")
             return {entry.name: StepTime(*each) for entry, each in zip(plan.entries, saved["times"], strict=True)}
     print_status(f"timing a step of each design, {workers.total} at a time" if workers.total > 1 else "timing steps")
     with tempfile.TemporaryDirectory() as folder:
@@ -335,12 +335,23 @@ def fit_plan(
         length = f"{_least_steps(plan, chooses_tokens)} steps of {plan.batch_size * plan.sequence_length:,} tokens"
         whole = format_seconds(least_budget(rest))
         timed = _range(sorted(each.step for each in times.values()))
+        parts = {
+            "timing steps": spent,
+            "training": training,
+            "recall": recall,
+            "speed": others - text,
+            "text and report": least_budget(rest) - rest,
+        }
+        listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items() if round(seconds))
+        smaller = [
+            *([f"--batch-size {plan.batch_size // 2}"] if plan.batch_size > 1 else []),
+            *(["--speed-context-length 512"] if max(plan.speed_contexts) > 512 else []),
+            "--vocab-size 1024",
+        ]
         raise ConfigError(
             f"--budget {format_seconds(budget.seconds)}: is too short: the least, {len(fewest.seeds)} seeds of "
-            f"{len(plan.entries)} designs, {length} each at {timed} s/step, take about {whole}; give at least that, or "
-            f"make a step smaller, such as with --batch-size {max(1, plan.batch_size // 2)}, --vocab-size 1024 or "
-            f"layers.*.repeat=2, or compare fewer designs (training takes {format_seconds(training)}, recall "
-            f"{format_seconds(recall)}, speed {format_seconds(others - text)}: less with --speed-context-length 512)"
+            f"{len(plan.entries)} designs, {length} each at {timed} s/step, take about {whole}: {listed}; give at "
+            f"least that, compare fewer designs, or less of each, such as {', '.join(smaller)} or layers.*.repeat=2"
         )
     if chooses_tokens:
         notes.insert(0, ("tokens", f"each run trains on {int(chosen.budget_value):,} tokens"))

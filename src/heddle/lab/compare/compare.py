@@ -257,7 +257,8 @@ def _print_interrupted(settings: CompareSettings) -> None:
         for stage in report.progress.stages
         if stage["finished"] < stage["planned"]
     ]
-    print_text(f"report so far: {settings.out / 'report.html'}; missing: {', '.join(missing) or 'the text'}")
+    what = ", ".join(missing) or "the text"
+    print_text(f"report so far: {settings.out / 'report.html'}; missing: {what}; the same command continues")
 
 
 def _plan_time(
