@@ -233,29 +233,29 @@ def test_what_cannot_fit_is_refused_before_the_text_is_read(
     assert compare(folder, tmp_path / "out", *options, "--budget", f"{seconds + 5:.0f}s") == 0
 
 
-def test_a_refused_budget_advises_only_what_makes_it_smaller(
-    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for options, batch, context in (
-        (("--speed-context-length", "2048"), "--batch-size 2,", True),
-        (("--speed-context-length", "512"), "--batch-size 2,", False),
-        (("--batch-size", "2"), "--batch-size 1,", False),
-        (("--batch-size", "1"), None, False),
-    ):
-        assert compare(folder, tmp_path / "out", "--budget", "20s", *options) == 2
-        advice = capsys.readouterr().err.splitlines()[-1].partition("such as ")[2]
-        assert (batch in advice) if batch else ("--batch-size" not in advice)
-        assert ("--speed-context-length 512" in advice) == context
-
-
-def test_a_refused_budget_names_all_that_takes_time(
-    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare(folder, tmp_path / "out", "--budget", "2m", "--tokens", "100k", "--seeds", "9") == 2
-    whole, _, listed = capsys.readouterr().err.split("take about ")[1].partition(";")[0].partition(": ")
+@pytest.mark.parametrize(
+    ("options", "advised"),
+    [
+        (("--speed-context-length", "2048"), {"--batch-size 2", "--speed-context-length 512"}),
+        (("--batch-size", "2", "--speed-context-length", "512"), {"--batch-size 1"}),
+        (("--batch-size", "1", "layers.*.repeat=3"), {"layers.*.repeat=2"}),
+        (("--batch-size", "1", "--tune", "lr=0.001,0.002"), {"a smaller --tune-budget"}),
+        (("--batch-size", "1", "--tune", "lr=0.001,0.002", "--tune-budget", "2m"), {"a smaller --tune-budget"}),
+    ],
+)
+def test_a_refused_budget_names_what_takes_time_and_only_options_that_help(
+    options: tuple[str, ...], advised: set[str], folder: Path, tmp_path: Path, machine: Machine,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert compare(folder, tmp_path / "out", "--budget", "20s", *options) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    whole, _, listed = sentence.split("take about ")[1].partition(";")[0].partition(": ")
     parts = [re.sub(r"^[a-z ]+", "", part) for part in listed.split(", ")]
     assert len(parts) > 2
+    assert ("tuning" in listed) == ("--tune" in options)
     assert sum(map(duration, parts)) == pytest.approx(duration(whole), abs=len(parts))
+    assert set(sentence.partition("such as ")[2].split(", ")) == advised
+    assert compare(folder, tmp_path / "out", *options, "--budget", f"{duration(whole) + 5:.0f}s", "--dry-run") == 0
 
 
 def test_a_refused_budget_keeps_its_step_times(
