@@ -28,8 +28,8 @@ var Scorer = {
   title: 15, partialTitle: 7, term: 5, partialTerm: 2,
 };
 
-// Pages whose keywords (tools/site/contents.py) are among the words asked; and where no page has every word, pages that
-// have all but one.
+// Pages whose keywords (tools/site/contents.py) are among the words asked; and where nothing or only logs have every
+// word, pages that have all but one or two, at least half.
 const strict = Search.performTermsSearch;
 Search.performTermsSearch = (terms, excluded) => {
   const { docnames, titles, filenames, indexentries } = Search._index;
@@ -40,9 +40,13 @@ Search.performTermsSearch = (terms, excluded) => {
     return main.map(([file]) => [docnames[file], titles[file], "", null, score, filenames[file], "index"]);
   });
   const found = strict(terms, excluded);
-  if (found.length || terms.size < 2) return [...named, ...found];
-  const without = (left) => new Set([...terms].filter((each) => each !== left));
-  return [...named, ...[...terms].flatMap((left) => strict(without(left), excluded))];
+  let parts = [[...terms]];
+  for (let left = terms.size - 1; left >= Math.max(terms.size / 2, terms.size - 2); left--) {
+    if (!found.every(([docname]) => LAST.some((each) => each.test(docname)))) break;
+    parts = parts.flatMap((part) => part.map((word) => part.filter((each) => each !== word)));
+    found.push(...parts.flatMap((part) => strict(new Set(part), excluded)));
+  }
+  return [...named, ...found];
 };
 
 // A page that was opened from a folder may not read others: their paragraphs lie in a script.

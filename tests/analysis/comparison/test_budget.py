@@ -5,6 +5,7 @@ The workers are scripted: each says how long its step takes, and a clock that on
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -228,9 +229,33 @@ def test_what_cannot_fit_is_refused_before_the_text_is_read(
     assert not (tmp_path / "out").exists()
     assert machine.trained == []
     # the time it names is enough
-    named = sentence.split("take about ")[1].split(";")[0]
-    seconds = sum(float(number) * {"s": 1, "min": 60, "h": 3600}[unit] for number, unit in pairs(named.split()))
+    seconds = duration(sentence.split("take about ")[1].split(":")[0])
     assert compare(folder, tmp_path / "out", *options, "--budget", f"{seconds + 5:.0f}s") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "advised"),
+    [
+        (("--speed-context-length", "2048"), {"--batch-size 2", "--speed-context-length 512"}),
+        (("--batch-size", "2", "--speed-context-length", "512"), {"--batch-size 1"}),
+        (("--batch-size", "1", "layers.*.repeat=3"), {"layers.*.repeat=2"}),
+        (("--batch-size", "1", "--tune", "lr=0.001,0.002"), {"a smaller --tune-budget"}),
+        (("--batch-size", "1", "--tune", "lr=0.001,0.002", "--tune-budget", "2m"), {"a smaller --tune-budget"}),
+    ],
+)
+def test_a_refused_budget_names_what_takes_time_and_only_options_that_help(
+    options: tuple[str, ...], advised: set[str], folder: Path, tmp_path: Path, machine: Machine,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert compare(folder, tmp_path / "out", "--budget", "20s", *options) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    whole, _, listed = sentence.split("take about ")[1].partition(";")[0].partition(": ")
+    parts = [re.sub(r"^[a-z ]+", "", part) for part in listed.split(", ")]
+    assert len(parts) > 2
+    assert ("tuning" in listed) == ("--tune" in options)
+    assert sum(map(duration, parts)) == pytest.approx(duration(whole), abs=len(parts))
+    assert set(sentence.partition("such as ")[2].split(", ")) == advised
+    assert compare(folder, tmp_path / "out", *options, "--budget", f"{duration(whole) + 5:.0f}s", "--dry-run") == 0
 
 
 def test_a_refused_budget_keeps_its_step_times(
@@ -392,8 +417,11 @@ def test_a_plan_that_the_budget_cuts_says_so(
 
 def seconds_of(printed: str) -> float:
     """The time that a plan names."""
-    words = printed.split("about ")[1].split(" in all")[0].split(" left")[0].split()
-    return sum(float(number) * {"s": 1, "min": 60, "h": 3600}[unit] for number, unit in pairs(words))
+    return duration(printed.split("about ")[1].split(" in all")[0].split(" left")[0])
+
+
+def duration(text: str) -> float:
+    return sum(float(number) * {"s": 1, "min": 60, "h": 3600}[unit] for number, unit in pairs(text.split()))
 
 
 def test_a_tuning_budget_that_is_too_small_is_refused_before_the_text_is_read(

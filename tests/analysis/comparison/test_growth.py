@@ -11,6 +11,7 @@ from heddle.cli.main import run_command
 from heddle.lab import workers as processes
 from heddle.lab.compare import run as run_module
 from heddle.lab.compare.probes import MIN_FINAL_TOKENS, final_tokens
+from heddle.lab.compare.report import ADDED_SEEDS
 from heddle.lab.compare.run import ReportWriter
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.training.loop import FINAL_EVALUATION_TOKENS
@@ -74,12 +75,14 @@ def test_a_comparison_grows_by_seeds_and_designs(folder: Path, tmp_path: Path, w
     assert trained(workers) == ["a-seed0", "b-seed0", "a-seed1", "b-seed1"]
     fixed = read_report(tmp_path)["differences"][0]
     assert "at whatever number of seeds" not in fixed["method"]
+    assert ADDED_SEEDS not in read_report(tmp_path)["warnings"]
     assert run_command(command(folder, tmp_path, "--seeds", "4", designs="abc")) == 0
     assert trained(workers) == ["c-seed0", "c-seed1", "a-seed2", "b-seed2", "c-seed2", "a-seed3", "b-seed3", "c-seed3"]
     grown = read_report(tmp_path)
     assert [len(design["runs"]) for design in grown["designs"]] == [4, 4, 4]
     # seeds were added after a look at the first
     assert all("at whatever number of seeds" in row["method"] for row in grown["pairs"])
+    assert ADDED_SEEDS in grown["warnings"]
     # and that stays so
     assert run_command(command(folder, tmp_path, "--seeds", "4", designs="abc")) == 0
     assert trained(workers) == []
@@ -128,6 +131,7 @@ def test_seeds_added_before_the_first_look_are_no_second_look(folder: Path, tmp_
     workers.interrupted_at = ""
     assert run_command(command(folder, tmp_path, "--seeds", "3")) == 0
     assert not any("at whatever number" in row["method"] for row in read_report(tmp_path)["pairs"])
+    assert ADDED_SEEDS not in read_report(tmp_path)["warnings"]
 
 
 def test_nothing_is_removed_silently(

@@ -51,3 +51,15 @@ def test_off_a_terminal_the_table_is_plain(capsys: pytest.CaptureFixture[str]) -
     assert "hybrid-delta-tiny" in text
     assert "\x1b" not in text
     assert max(len(line) for line in text.splitlines()) == 100
+
+
+def test_long_names_are_whole_and_leave_room_for_numbers() -> None:
+    names = ("gated_delta-tiny", "local_global-tiny")
+    traits = (reports.TINY["mha-tiny"], reports.TINY["gqa-tiny"])
+    text = reports.printed(reports.make_report(dict(zip(names, traits, strict=True))), 80)
+    costs, _, unresolved = text.partition("ruled out")
+    for words in ("decode", "tok/s", "at 8k", "125"):
+        assert words in costs
+    rows = unresolved.partition("No clear winner")[0]
+    for words in (*names, "narrower", "−0.009 ± 0.015", "16 min"):
+        assert words in rows

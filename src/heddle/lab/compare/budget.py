@@ -206,7 +206,7 @@ def time_steps(comparison: Comparison) -> dict[str, StepTime]:
         saved = read_json_file(file) if file is not None and file.is_file() else {}
         age = time.time() - saved.get("time", -math.inf)
         if 0 <= age < KEPT_SECONDS:
-            print_status(f"step times of {format_duration(age)} ago")
+            print_status(f"using the step times measured {format_duration(age)} ago")
             return {entry.name: StepTime(*each) for entry, each in zip(plan.entries, saved["times"], strict=True)}
     print_status(f"timing a step of each design, {workers.total} at a time" if workers.total > 1 else "timing steps")
     with tempfile.TemporaryDirectory() as folder:
@@ -328,20 +328,8 @@ def fit_plan(
             recall = min(recall, sum(_recall_seconds(comparison, times, choice) for choice in choices))
     if chosen is None:
         fewest = replace(plan, seeds=plan.seeds[: MIN_SEEDS if chooses_seeds else None])
-        steps = dict.fromkeys(times, _least_steps(plan, chooses_tokens))
-        spent = time.monotonic() - budget.started
-        training = _seconds(replace(comparison, plan=fewest), times, steps) / TRAINED_SHARE
-        rest = spent + others - text + recall + training
-        length = f"{_least_steps(plan, chooses_tokens)} steps of {plan.batch_size * plan.sequence_length:,} tokens"
-        whole = format_seconds(least_budget(rest))
-        timed = _range(sorted(each.step for each in times.values()))
-        raise ConfigError(
-            f"--budget {format_seconds(budget.seconds)}: is too short: the least, {len(fewest.seeds)} seeds of "
-            f"{len(plan.entries)} designs, {length} each at {timed} s/step, take about {whole}; give at least that, or "
-            f"make a step smaller, such as with --batch-size {max(1, plan.batch_size // 2)}, --vocab-size 1024 or "
-            f"layers.*.repeat=2, or compare fewer designs (training takes {format_seconds(training)}, recall "
-            f"{format_seconds(recall)}, speed {format_seconds(others - text)}: less with --speed-context-length 512)"
-        )
+        parts = {"recall": recall, "speed": others - text}
+        raise _too_short(replace(comparison, plan=fewest), times, budget, parts, _least_steps(plan, chooses_tokens))
     if chooses_tokens:
         notes.insert(0, ("tokens", f"each run trains on {int(chosen.budget_value):,} tokens"))
         if plan.warmup is not None and plan.warmup > chosen.token_steps:
@@ -350,6 +338,39 @@ def fit_plan(
     if len(chosen.seeds) < len(plan.seeds):
         notes.insert(0, ("seeds", f"{len(chosen.seeds)} seeds of each design are trained, not {len(plan.seeds)}"))
     return replace(chosen, budget_notes=tuple(notes))
+
+
+def _too_short(
+    comparison: Comparison, times: Mapping[str, StepTime], budget: TimeBudget, parts: Mapping[str, float], steps: int
+) -> ConfigError:
+    """The refusal: the least budget, what takes it, and the options that make it smaller.
+
+    parts: seconds of what follows the training. steps: of each run.
+    """
+    plan = comparison.plan
+    training = _training_seconds(comparison, times, dict.fromkeys(times, steps), all_runs(plan))
+    tuning = _tuning_seconds(plan, training)
+    spent = {"timing steps": time.monotonic() - budget.started}
+    parts = {**spent, "tuning": tuning / TRAINED_SHARE, "training": training / TRAINED_SHARE, **parts}
+    least = least_budget(sum(parts.values()))
+    parts["text and report"] = least - sum(parts.values())
+    listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items() if round(seconds))
+    smaller = {
+        f"--batch-size {plan.batch_size // 2}": plan.batch_size > 1,
+        "--speed-context-length 512": max(plan.speed_contexts) > 512,
+        "a smaller --tune-budget": tuning > 0,
+        "--vocab-size 1024": plan.tokenizer is None and (plan.vocab_size is None or plan.vocab_size > 1024),
+        "layers.*.repeat=2": any(layer.repeat > 2 for entry in plan.entries for layer in entry.config.layers),
+    }
+    advised = ", ".join(option for option, helps in smaller.items() if helps)
+    advice = f", or less of each, such as {advised}" if advised else ""
+    timed = _range(sorted(each.step for each in times.values()))
+    return ConfigError(
+        f"--budget {format_seconds(budget.seconds)}: is too short: the least, {len(plan.seeds)} seeds of "
+        f"{len(plan.entries)} designs, {steps} steps of {plan.batch_size * plan.sequence_length:,} tokens each at "
+        f"{timed} s/step, take about {format_seconds(least)}: {listed}; give at least that, or compare fewer "
+        f"designs{advice}"
+    )
 
 
 def _range(steps: Sequence[float]) -> str:

@@ -257,7 +257,8 @@ def _print_interrupted(settings: CompareSettings) -> None:
         for stage in report.progress.stages
         if stage["finished"] < stage["planned"]
     ]
-    print_text(f"report so far: {settings.out / 'report.html'}; missing: {', '.join(missing) or 'the text'}")
+    what = ", ".join(missing) or "the text"
+    print_text(f"report so far: {settings.out / 'report.html'}; missing: {what}; the same command continues")
 
 
 def _plan_time(
@@ -488,6 +489,7 @@ def _check(plan: ComparisonPlan) -> None:
 JUDGMENT_STYLES = {"better": "bold green", "worse": "bold red"}
 HEADER_LINES = 3
 PLAIN_WIDTH = 100  # columns, where the output is not a terminal
+LONGEST_NAME = 24  # columns of a name that is not folded
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
@@ -530,9 +532,12 @@ def _new_table() -> Table:
 
 def _text_table(text_table: TextTable) -> Table:
     table = _new_table()
+    rows = [[row[0].replace(" − ", " −\n"), *row[1:]] for row in text_table.rows]
+    are_short = all(len(line) <= LONGEST_NAME for row in rows for line in row[0].split("\n"))
     for index, title in enumerate(text_table.header):
-        table.add_column(Text(title), justify="right" if index else "left", overflow="fold")
-    for row in text_table.rows:
+        is_whole = index < 2 and are_short  # rich breaks numbers, too, where the last column could have been wrapped
+        table.add_column(Text(title), justify="right" if index else "left", overflow="fold", no_wrap=is_whole)
+    for row in rows:
         table.add_row(*map(Text, row))
     return table
 
@@ -547,7 +552,7 @@ def _design_table(report: Report) -> Table:
     table.add_column("\nbits per\nbyte", justify="right", no_wrap=True)
     if not single:
         baseline = Text(report.baseline)
-        baseline.truncate(16, overflow="ellipsis")
+        baseline.truncate(14, overflow="ellipsis")  # as wide as a difference
         table.add_column(Text("\ndifference to\n").append(baseline), no_wrap=True)
     if probe is not None:
         table.add_column(Text(f"\nright\n{probe[1].title}"), justify="right", no_wrap=True)

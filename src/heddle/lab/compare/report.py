@@ -584,6 +584,9 @@ def data_facts(names: Sequence[str], corpus: Corpus | None, final_tokens: int) -
     )
 
 
+ADDED_SEEDS = "Seeds were added to a finished comparison: each interval holds at any number of seeds, and is wider."
+
+
 def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design]) -> list[str]:
     """Caveats, from the tokens that each run trains on or is planned to."""
     plan, corpus = comparison.plan, comparison.corpus
@@ -598,6 +601,8 @@ def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design
     available = sum(trained_tokens.values()) if corpus is None else sum(len(file) for file in corpus.train)
     notes = "; ".join(sentence for _, sentence in plan.budget_notes)
     chosen = [f"Chosen to fit the time budget: {notes}."] if notes else []
+    if results.is_anytime and plan.until_resolved is None:
+        chosen.append(ADDED_SEEDS)
     expected = plan_warnings(plan, parameters, trained_tokens, available)
     return [*chosen, *expected, *overhead_warning(designs), *busy_warning(designs)]
 

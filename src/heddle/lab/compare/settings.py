@@ -46,7 +46,7 @@ class CompareSettings(SessionSettings):
     """Settings of `heddle compare` and `heddle.compare`."""
 
     SHOWN: ClassVar = (
-        "vary", "baseline", "equal", "tokens", "seeds", "budget", "data", "lr", "tune", "out", "open",
+        "vary", "baseline", "equal", "tokens", "seeds", "budget", "dry_run", "data", "lr", "tune", "out", "open",
     )  # fmt: skip
 
     designs: Designs
