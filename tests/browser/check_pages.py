@@ -129,6 +129,11 @@ QUESTIONS = {
     "window": "docs/parts/mixers",
     "logprobs": "docs/serve/requests",
     "MLA": "docs/parts/mixers",
+    "secure the server TLS token reverse proxy": "docs/serve.html",
+    "function calling tools": "docs/serve/requests",
+    "prompt longer than the context": "docs/serve/limits",
+    "this model has no chat template": "docs/serve.html",
+    "stream cancel client disconnect": "docs/serve/limits",
 }
 # Of the first five answers: where each leads, and its excerpt, if it is no name.
 ANSWERS = """() => [...document.querySelectorAll("#search-results li")].slice(0, 5).map((item) =>

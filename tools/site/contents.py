@@ -43,13 +43,24 @@ KEYWORDS = {
     "docs/ranks": "multi gpu, ddp, fsdp, tensor parallel, expert parallel",
     "docs/training/data": "tokenizer, vocabulary, corpus",
     "docs/training/files": "checkpoint format, log, perplexity",
-    "docs/serve/requests": "log probabilities, logprobs",
+    "docs/serve/requests": (
+        "log probabilities, logprobs, function calling, tools, structured output, json schema, stop strings, extra_body"
+    ),
+    "docs/serve/limits": (
+        "prompt too long, prompt longer than the context, context_length_exceeded, cancel a request, "
+        "client disconnects, timeout, rate limit, queue"
+    ),
     "docs/compare/tuning": "tune, learning rate tuning, hyperparameters",
     "docs/deploy/llama-cpp": "export gguf",
     "docs/generation": "speculative decoding, draft model",
     "docs/parts/mixers": "sliding window attention, local attention, latent attention, mla, gqa, linear attention",
     "docs/experts": "router, router aux loss, moe",
     "docs/add-a-part": "add position encoding, new mixer",
-    "docs/serve": "openai api",
+    "docs/serve": (
+        "openai api, openai compatible api, openai client, https, tls, api key, secure the server, reverse proxy, "
+        "port already in use, address already in use, shut down, stop the server, ctrl-c during an answer, "
+        "no chat template, memory of the server, tokens per second of serve"
+    ),
+    "docs/deploy/README": "deploy, production, other servers",
 }
 FOLDERS = ("benchmarks/results", "benchmarks/results/*/", "examples/cluster")  # listed, as pages link to them

@@ -101,11 +101,11 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # of a message's field th
 class RequestError(Exception):
     """A refused request: one sentence, the wrong field, the HTTP status, and when to retry.
 
-    code: OpenAI's word for the reason, which libraries above its client look for; None where it has none.
+    code: OpenAI's word for the reason, which libraries above its client look for; empty where it has none.
     """
 
     def __init__(
-        self, sentence: str, field: str | None = None, status: int = 400, retry_seconds: int = 1, code: str | None = None
+        self, sentence: str, field: str | None = None, status: int = 400, retry_seconds: int = 1, code: str = ""
     ) -> None:
         super().__init__(sentence)
         self.sentence, self.field, self.status, self.retry_seconds = sentence[:400], field, status, retry_seconds
@@ -115,7 +115,7 @@ class RequestError(Exception):
         """The error in OpenAI's format."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        return {"error": {"message": self.sentence, "type": kind, "param": self.field, "code": self.code}}
+        return {"error": {"message": self.sentence, "type": kind, "param": self.field, "code": self.code or None}}
 
 
 class Grammar:
@@ -228,7 +228,7 @@ class RequestReader:
     def check_model(self, name: object) -> None:
         """Raises RequestError for the name of another model."""
         if name != self.name:
-            status, code = (404, "model_not_found") if isinstance(name, str) else (400, None)
+            status, code = (404, "model_not_found") if isinstance(name, str) else (400, "")
             raise RequestError(f"model: must be '{self.name}', the only one of this server", "model", status, code=code)
 
     def read(self, kind: str, body: bytes) -> TextRequest:
@@ -404,7 +404,7 @@ class RequestReader:
 
     def _messages(self, fields: Mapping[str, Any], tools: list[Any] | None) -> list[int]:
         if self.chat_format is None:
-            remedy = "use /v1/completions, or add one with `heddle import --chat-template`"
+            remedy = "use /v1/completions, or import it with `heddle import --chat-template`"
             raise RequestError(f"messages: this model has no chat template; {remedy}", "messages")
         messages = fields.get("messages")
         if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
@@ -486,7 +486,7 @@ class RequestReader:
         most = self.limits.max_prompt
         if not 0 < len(tokens) <= most:
             reads = f"this server reads 1 to {most:,}" + (f"; {raised_by('max_prompt')}" if tokens else "")
-            code = TOO_LONG if tokens else None
+            code = TOO_LONG if tokens else ""
             raise RequestError(f"{field}: has {len(tokens):,} tokens; {reads}", field, code=code)
         return tokens
 

@@ -122,7 +122,7 @@ class DrainingServer(uvicorn.Server):
             if not self._has_told:  # here, as a signal handler must not print
                 self._has_told = True
                 count, seconds = engine.states + engine.queue_length, engine.limits.drain_seconds
-                print_status(f"serve: requests that still run: {count}; they have {seconds} s, or until a second signal")
+                print_status(f"serve: requests that still run: {count}, for {seconds} s, or until a second signal")
         return await super().on_tick(counter)
 
 
