@@ -177,6 +177,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a long kind": (fields(model_type="x" * 4000), r"\(4002 characters\) is not supported; heddle reads the \d+"),
     "a kind without its parts": (fields(model_type="zamba2"), r"'zamba2' is not supported; .* one block between"),
     "no kind": (fields(model_type=None), r"config\.json: model_type None is not supported"),
+    "heddle's own": (fields(model_type=None, layers=[]), r"config\.json: is a design of heddle's"),
     "a kind of wrong kind": (fields(model_type=["llama"]), r"model_type \['llama'\] is not supported"),
     "unknown rope": (fields(rope_parameters={"rope_type": "spiral"}), r"rope_type 'spiral' is not known; heddle reads"),
     "escapes in rope": (fields(rope_parameters={"rope_type": "\x1b[2J"}), r"rope_type '\\x1b\[2J' is not known"),

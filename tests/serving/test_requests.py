@@ -170,6 +170,21 @@ def test_wrong_values_are_refused_by_name(fields: dict[str, Any], status: int, n
 
 
 @pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"model": "gpt"}, "model_not_found"),
+        ({"model": 3}, None),
+        ({"prompt": "word " * 1000}, "context_length_exceeded"),
+        ({"prompt": [5] * 101}, "context_length_exceeded"),
+        ({"prompt": [[]]}, None),
+        ({"max_tokens": 65}, None),
+    ],
+)
+def test_refusals_have_the_codes_of_openai(fields: dict[str, Any], code: str | None, server: Running) -> None:
+    assert server.complete(**fields).json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"prompt": "word " * 1000}, "prompt: has .*; its operator can raise --max-prompt"),

@@ -66,6 +66,7 @@ def test_a_token_is_asked_for() -> None:
             headers = {"Authorization": given} if given else {}
             assert server.client.get("/v1/models", headers=headers).status_code == status
             assert server.client.get("/metrics", headers=headers).status_code == status
+        assert server.client.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
         assert server.client.get("/health").json() == {"status": "ok"}
 
 

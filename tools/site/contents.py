@@ -52,8 +52,19 @@ KEYWORDS = {
     "docs/training/resume": "reproducible, deterministic",
     "docs/training/precision": "bfloat16, mixed precision, fp8",
     "docs/training/tasks": "needle in a haystack, passkey",
-    "docs/serve": "openai api, streaming",
-    "docs/serve/requests": "log probabilities, logprobs, stop tokens, temperature, top_p",
+    "docs/serve": (
+        "openai api, openai client, streaming, https, tls, api key, secure server, securing serve, reverse proxy, "
+        "port in use, address in use, shut down, stop serve, ctrl c answer, no chat template, memory server, "
+        "tokens per second serve"
+    ),
+    "docs/serve/requests": (
+        "log probabilities, logprobs, stop tokens, temperature, top_p, function calling, tools, structured output, "
+        "json schema, extra_body"
+    ),
+    "docs/serve/limits": (
+        "prompt too long, prompt longer, context_length_exceeded, cancel, disconnect, timeout, rate limit, queue"
+    ),
+    "docs/deploy/README": "deploy, production, other servers",
     "docs/compare": "compare designs, compare text",
     "docs/compare/budgets": "comparison cost, comparison takes, ctrl c, interrupt comparison",
     "docs/compare/reading": "uncertainty, sure result",

@@ -11,8 +11,10 @@ function ask(question) {
 ask(new URLSearchParams(location.search).get("q") || "");
 const LAST = [/^(CHANGELOG|docs\/(log|decisions\/))/, /^docs\/huggingface\/(families|published)/, /\.zh$/];
 
+const isLast = (docname) => LAST.some((each) => each.test(docname)) && !/[\u3000-\u9fff]/.test(asked);
+
 function weightOf(docname, isRow, isNamed) {
-  if (!isNamed && LAST.some((each) => each.test(docname)) && !/[\u3000-\u9fff]/.test(asked)) return 0.1;
+  if (isLast(docname) && !isNamed) return 0.1;
   if (docname.startsWith("api/")) return 0.2;
   return !isRow ? 1 : /^--|_/.test(asked) ? 2 : 0.4;
 }
@@ -28,9 +30,9 @@ var Scorer = {
   title: 15, partialTitle: 7, term: 5, partialTerm: 2,
 };
 
-// Pages whose keywords (tools/site/contents.py) are among the words asked; and where nothing or only logs have every
-// word, pages that have all but one or two, at least half.
-const strict = Search.performTermsSearch;
+// Pages whose keywords (tools/site/contents.py) are all among the words asked; and pages with every word or, where no
+// guide has, those with the most, or one word less.
+const textSearch = Search.performTermsSearch;
 Search.performTermsSearch = (terms, excluded) => {
   const { docnames, titles, filenames, indexentries } = Search._index;
   const named = Object.entries(indexentries).flatMap(([entry, places]) => {
@@ -39,14 +41,19 @@ Search.performTermsSearch = (terms, excluded) => {
     const score = 25 + 5 * wordsOf(entry).length;
     return main.map(([file]) => [docnames[file], titles[file], "", null, score, filenames[file], "index"]);
   });
-  const found = strict(terms, excluded);
-  let parts = [[...terms]];
-  for (let left = terms.size - 1; left >= Math.max(terms.size / 2, terms.size - 2); left--) {
-    if (!found.every(([docname]) => LAST.some((each) => each.test(docname)))) break;
-    parts = parts.flatMap((part) => part.map((word) => part.filter((each) => each !== word)));
-    found.push(...parts.flatMap((part) => strict(new Set(part), excluded)));
+  const found = new Map(); // by page: a result for each word that it has
+  for (const term of terms) {
+    const results = new Map(textSearch(new Set([term]), excluded).map((result) => [result[0], result]));
+    for (const [name, result] of results) found.set(name, [...(found.get(name) ?? []), result]);
   }
-  return [...named, ...found];
+  const guides = [...found.keys()].filter((name) => !isLast(name) && !name.startsWith("api/"));
+  const most = Math.max(0, ...(guides.length ? guides : [...found.keys()]).map((name) => found.get(name).length));
+  const least = most === terms.size ? most : Math.max(1, most - 1);
+  const pages = [...found.values()].filter((results) => results.length >= least).map((results) => {
+    const best = results.reduce((one, other) => (other[4] > one[4] ? other : one));
+    return [...best.slice(0, 4), best[4] + 10 * (results.length - least), ...best.slice(5)];
+  });
+  return [...named, ...pages];
 };
 
 // A page that was opened from a folder may not read others: their paragraphs lie in a script.

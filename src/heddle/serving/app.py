@@ -60,7 +60,8 @@ class Access:
             return
         token = headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(token.encode(), self.token.encode()):
-            raise RequestError("Authorization: must be 'Bearer' and the server's token", "Authorization", 401)
+            sentence = "Authorization: must be 'Bearer' and the server's token"
+            raise RequestError(sentence, "Authorization", 401, code="invalid_api_key")
 
 
 class Gate:

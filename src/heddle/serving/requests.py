@@ -25,6 +25,7 @@ MAX_MESSAGES = 1000
 MAX_TOOLS = 128  # OpenAI's limit
 MAX_CHOICES = 16  # texts of one request: prompts times n
 DEFAULT_TOKENS = 128  # for requests that set no limit
+TOO_LONG = "context_length_exceeded"  # OpenAI's code for a prompt that is too long
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")  # the second one is vLLM's, as is top_k
 _IGNORED_STREAM_OPTIONS = {"include_obfuscation"}  # padding against listeners, which OpenAI's own server adds
 _SHARED_FIELDS = {
@@ -98,17 +99,23 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # of a message's field th
 
 
 class RequestError(Exception):
-    """A refused request: one sentence, the wrong field, the HTTP status, and when to retry."""
+    """A refused request: one sentence, the wrong field, the HTTP status, and when to retry.
 
-    def __init__(self, sentence: str, field: str | None = None, status: int = 400, retry_seconds: int = 1) -> None:
+    code: OpenAI's word for the reason, which libraries above its client look for; empty where it has none.
+    """
+
+    def __init__(
+        self, sentence: str, field: str | None = None, status: int = 400, retry_seconds: int = 1, code: str = ""
+    ) -> None:
         super().__init__(sentence)
         self.sentence, self.field, self.status, self.retry_seconds = sentence[:400], field, status, retry_seconds
+        self.code = code
 
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's format."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        return {"error": {"message": self.sentence, "type": kind, "param": self.field, "code": None}}
+        return {"error": {"message": self.sentence, "type": kind, "param": self.field, "code": self.code or None}}
 
 
 class Grammar:
@@ -221,8 +228,8 @@ class RequestReader:
     def check_model(self, name: object) -> None:
         """Raises RequestError for the name of another model."""
         if name != self.name:
-            status = 404 if isinstance(name, str) else 400
-            raise RequestError(f"model: must be '{self.name}', the only one of this server", "model", status)
+            status, code = (404, "model_not_found") if isinstance(name, str) else (400, "")
+            raise RequestError(f"model: must be '{self.name}', the only one of this server", "model", status, code=code)
 
     def read(self, kind: str, body: bytes) -> TextRequest:
         """Parse a body that asks for one text. Raises RequestError."""
@@ -397,7 +404,8 @@ class RequestReader:
 
     def _messages(self, fields: Mapping[str, Any], tools: list[Any] | None) -> list[int]:
         if self.chat_format is None:
-            raise RequestError("messages: this model has no chat template; use /v1/completions", "messages")
+            remedy = "use /v1/completions, or import it with `heddle import --chat-template`"
+            raise RequestError(f"messages: this model has no chat template; {remedy}", "messages")
         messages = fields.get("messages")
         if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
             raise RequestError(f"messages: must be a list of 1 to {MAX_MESSAGES} messages", "messages")
@@ -472,13 +480,14 @@ class RequestReader:
         least = len(text) // self._longest_token
         if least > self.limits.max_prompt:
             reads = f"this server reads 1 to {self.limits.max_prompt:,}; {raised_by('max_prompt')}"
-            raise RequestError(f"{field}: has at least {least:,} tokens; {reads}", field)
+            raise RequestError(f"{field}: has at least {least:,} tokens; {reads}", field, code=TOO_LONG)
 
     def _within_limit(self, tokens: list[int], field: str) -> list[int]:
         most = self.limits.max_prompt
         if not 0 < len(tokens) <= most:
             reads = f"this server reads 1 to {most:,}" + (f"; {raised_by('max_prompt')}" if tokens else "")
-            raise RequestError(f"{field}: has {len(tokens):,} tokens; {reads}", field)
+            code = TOO_LONG if tokens else ""
+            raise RequestError(f"{field}: has {len(tokens):,} tokens; {reads}", field, code=code)
         return tokens
 
 

@@ -11,6 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from heddle.errors import ConfigError
+from heddle.progress import print_status
 from heddle.serving.app import Application
 from heddle.signals import Interrupted
 
@@ -100,6 +101,7 @@ class DrainingServer(uvicorn.Server):
         self.application = application
         self.interrupted_by: int | None = None
         self._drain_until = 0.0
+        self._has_told = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start to drain; end at once at the second signal."""
@@ -117,6 +119,10 @@ class DrainingServer(uvicorn.Server):
             if time.monotonic() > self._drain_until:
                 self.interrupted_by = signal.SIGTERM
                 return True
+            if not self._has_told:  # here, as a signal handler must not print
+                self._has_told = True
+                count, seconds = engine.states + engine.queue_length, engine.limits.drain_seconds
+                print_status(f"serve: requests that still run: {count}, for {seconds} s, or until a second signal")
         return await super().on_tick(counter)
 
 
