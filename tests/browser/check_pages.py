@@ -124,6 +124,8 @@ QUESTIONS = {
     "router aux loss": "docs/experts|docs/parts/feedforwards",
     "add position encoding": "docs/add-a-part|docs/parts/positions",
     "OOM": "docs/plan.html",
+    "reduce the KV cache of a trained model": "docs/convert.html",
+    "how do I measure the loss of a model on my text": "docs/compare.html",
     "halve the cache": "docs/convert.html|docs/start/size.html",
     "ran out of memory": "docs/plan.html",
     "window": "docs/parts/mixers",

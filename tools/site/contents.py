@@ -41,8 +41,11 @@ KEYWORDS = {
         "ran out of memory, out of memory, oom, kv cache size, gpu memory, vram, how long will it take, training time"
     ),
     "docs/start/size": "kv cache size, halve the cache, parameters",
-    "docs/start/download": "download, hugging face model",
-    "docs/convert": "gqa, mla, halve the cache, sliding window, pruning, merge models",
+    "docs/start/download": "download, hugging face model, compare logits",
+    "docs/convert": (
+        "gqa, mla, halve cache, reduce cache, shrink cache, smaller cache, compress cache, "
+        "sliding window, pruning, merge models"
+    ),
     "docs/ranks": "multi gpu, ddp, fsdp, tensor parallel, expert parallel",
     "docs/cluster": "slurm, cluster, torchrun",
     "docs/training/data": "tokenizer, vocabulary, corpus, my own text, my own data, dataset",
@@ -53,10 +56,12 @@ KEYWORDS = {
     "docs/training/tasks": "needle in a haystack, passkey",
     "docs/serve": "openai api, streaming",
     "docs/serve/requests": "log probabilities, logprobs, stop tokens, temperature, top_p",
+    "docs/compare": "measure loss, evaluate loss, bits per byte, perplexity of my model",
     "docs/compare/tuning": "tune, learning rate tuning, hyperparameters",
     "docs/ladder": "scaling law, chinchilla",
     "docs/deploy/llama-cpp": "export gguf",
     "docs/generation": "speculative decoding, draft model, sampling, temperature, top_k, top_p, beam search",
+    "docs/huggingface/encoders": "minilm, sentence transformers, bert",
     "docs/huggingface/families": "which models, supported models, llama, deepseek, qwen, mistral, gemma",
     "docs/huggingface/quantized": "quantization, int8, int4",
     "docs/huggingface/serving": "hellaswag, mmlu, eval harness",

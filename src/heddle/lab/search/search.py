@@ -105,7 +105,7 @@ def split_text(text: CalibrationText) -> tuple[CalibrationText, CalibrationText,
     score, check = (min(each, max(1, len(counts) // 4)) for each in (score, check))
     if len(counts) < 3:
         raise ConfigError(
-            "--calibration-tokens: are too few for a search, which fits, scores and checks on three texts"
+            "--calibration-tokens: too few for a search, which fits, scores and checks on three texts"
         )
     ends = np.cumsum([0, len(counts) - score - check, score, check]).tolist()
     samples = text.samples // len(counts)
