@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from heddle.cli.main import run_command
 from heddle.conversion import weights as weights_module
@@ -621,7 +622,7 @@ def test_a_refused_healing_is_left_out_as_the_refusal_says(
         (["--search", "state@1k=50%", "--only", "foo", "--calibration-tokens", "1k"], "foo"),
         (
             ["--search", "state@1k=50%", "--calibration-tokens", "64"],
-            "--calibration-tokens 64: are too few for a search",
+            "--calibration-tokens 64: is too few for a search",
         ),
         (["--to", "kv_heads=2", "--calibration-tokens", "0"], "--calibration-tokens 0:"),
         (["--to", "kv_heads=2", "--sequence-length", "0"], "--sequence-length 0:"),
@@ -760,10 +761,11 @@ def test_a_dry_run_prints_the_lengths_that_a_window_saves_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """8k and 32k as far as an imported model goes, and a length that was asked for; and what llama.cpp runs."""
-    save(build(load_config(small.design())), tmp_path / "model")
+    save(build(load_config(small.design()), dtype=torch.bfloat16), tmp_path / "model")
     words = ["convert", str(tmp_path / "model"), "--to", "window=4096", "--dry-run"]
     assert run_command([*words, "--json", "--speed-context-length", "5000"]) == 0
     costs = json.loads(capsys.readouterr().out)
+    assert [costs[label]["dtype"] for label in ("before", "after")] == ["bfloat16", "bfloat16"]
     before, after = (costs[label]["states"] for label in ("before", "after"))
     assert list(before) == ["2048", "5000", "8192", "32768"]
     assert [after[length] < before[length] for length in before] == [False, True, True, True]

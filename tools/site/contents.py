@@ -42,8 +42,11 @@ KEYWORDS = {
         "long training take"
     ),
     "docs/start/size": "kv cache size, kv cache bytes, big kv cache, memory budget, halve the cache, parameters",
-    "docs/start/download": "download, hugging face model",
-    "docs/convert": "gqa, mla, halve the cache, sliding window, pruning, merge models",
+    "docs/start/download": "download, hugging face model, compare logits",
+    "docs/convert": (
+        "gqa, mla, halve cache, reduce cache, shrink cache, smaller cache, compress cache, sliding window, pruning, "
+        "merge models"
+    ),
     "docs/ranks": "multi gpu, ddp, fsdp, tensor parallel, expert parallel",
     "docs/cluster": "slurm, cluster, torchrun",
     "docs/training/data": "tokenizer, vocabulary, corpus, my own text, my own data, dataset",
@@ -65,13 +68,14 @@ KEYWORDS = {
         "prompt too long, prompt longer, context_length_exceeded, cancel, disconnect, timeout, rate limit, queue"
     ),
     "docs/deploy/README": "deploy, production, other servers",
-    "docs/compare": "compare designs, compare text",
+    "docs/compare": "compare designs, compare text, measure loss, evaluate loss, bits per byte, perplexity my model",
     "docs/compare/budgets": "comparison cost, comparison takes, ctrl c, interrupt comparison",
     "docs/compare/reading": "uncertainty, sure result",
     "docs/compare/tuning": "tune, learning rate tuning, best learning rate, fair learning rate, hyperparameters",
     "docs/ladder": "scaling law, chinchilla",
     "docs/deploy/llama-cpp": "export gguf",
     "docs/generation": "speculative decoding, draft model, sampling, temperature, top_k, top_p, beam search",
+    "docs/huggingface/encoders": "minilm, sentence transformers, bert",
     "docs/huggingface/families": "which models, supported models, llama, deepseek, qwen, mistral, gemma",
     "docs/huggingface/quantized": "quantization, int8, int4",
     "docs/huggingface/serving": "hellaswag, mmlu, eval harness",

@@ -37,7 +37,7 @@ from heddle.errors import CheckpointError, ConfigError, DataError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.parts.layout import Layout
-from heddle.progress import print_status, print_warning
+from heddle.progress import print_status, print_warning, progress_bar
 from heddle.storage.file_io import read_json_file, refuse_existing, sync_folder, write_json_file
 from heddle.storage.folder import read_folder, write_folder
 from heddle.storage.model import WEIGHTS_FILE, load, model_tensors
@@ -418,12 +418,15 @@ def _adapted_rate(source: ConversionSource, job: TrainingJob, corpus: Corpus, fi
     start, settings = job.init_checkpoint, job.settings
     assert start is not None
     length, eod_id = settings.sequence_length, corpus.tokenizer.eod_id
-    batch = CorpusLoader(corpus.train, corpus.weights, length, RATE_ROWS, SAMPLE_SEED, eod_id, corpus.rows).batch(0)
-    bits = [
-        sum(score for score, _ in bits_and_bytes(read().float(), [batch], corpus.tokenizer.byte_lengths))
-        for read in (lambda: build_model(source.weights), lambda: load(start.folder)[0])  # one at a time in memory
-    ]
-    added = (bits[1] - bits[0]) * math.log(2) / batch.targets.size
+    loader = CorpusLoader(corpus.train, corpus.weights, length, 1, SAMPLE_SEED, eod_id, corpus.rows)
+    rows, bits = [loader.batch(row) for row in range(RATE_ROWS)], []
+    with progress_bar("measuring", 2 * RATE_ROWS, "sequences") as bar:
+        for read in (lambda: build_model(source.weights), lambda: load(start.folder)[0]):  # one at a time in memory
+            scores = bits_and_bytes(
+                read().float(), rows, corpus.tokenizer.byte_lengths, observer=lambda *_: bar.advance(1)
+            )
+            bits.append(sum(score for score, _ in scores))
+    added = (bits[1] - bits[0]) * math.log(2) / sum(row.targets.size for row in rows)
     share = rate_share(added)
     rate = settings.learning_rate * share
     write_json_file(file, {"added_nats_per_token": added, "learning_rate": rate} | corpus.rows.record())

@@ -34,6 +34,7 @@ def test_numbers_are_scaled(value: float | None, words: str) -> None:
 def test_units() -> None:
     assert tables.format_bytes(6.0e6) == "6.00 MB"
     assert tables.format_bytes(512) == "512 B"
+    assert [tables.format_bits(value) for value in (-0.0004, -0.0006)] == ["0.000", "-0.001"]
     assert tables.format_rate(24_100) == "24.1 k tok/s"
     assert tables.format_rate(None) == "–"
     assert [tables.format_context(context) for context in (512, 1000, 1024, 8192, 131_072)] == [

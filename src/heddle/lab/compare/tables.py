@@ -62,7 +62,7 @@ def format_context(context: int) -> str:
 
 def format_bits(value: float | None) -> str:
     """Bits per byte with three decimals."""
-    return NO_VALUE if value is None or not math.isfinite(value) else f"{value:.3f}"
+    return NO_VALUE if value is None or not math.isfinite(value) else f"{value:z.3f}"
 
 
 def format_percent(value: float | None) -> str:

@@ -268,10 +268,10 @@ class _ConversionJob:
         if 0 < report < MIN_WINDOWS * length:
             least = MIN_WINDOWS * length
             errors.append(f"--report-tokens {report}: is under {MIN_WINDOWS} sequences; give at least {least}, or 0")
-        why, least = "are too few to calibrate on", least_calibration(self.design, length)
+        why, least = "is too few to fit matrices as wide as the model's", least_calibration(self.design, length)
         is_short = self.calibration_tokens < least and any(map(self._needs_more_text, self.variants))
         if self.goals:
-            why, least = "are too few for a search, which fits, scores and checks on three texts", 3 * CALIBRATION_BATCH
+            why, least = "is too few for a search, which fits, scores and checks on three texts", 3 * CALIBRATION_BATCH
             is_short = calibration_samples(self.calibration_tokens, length) < least
             least *= length
         if is_short and settings.calibration_tokens is not None:

@@ -295,6 +295,7 @@ def _state_bytes(shapes: Decoder, contexts: Sequence[int]) -> list[tuple[int, in
 DRY_RUN_CONTEXT = 2048  # tokens; the shortest for which a dry run prints costs
 ROWS = {  # of a dry run's table, by the name in JSON
     "parameters": "parameters",
+    "dtype": "weights and state",
     "state_bytes_per_token": "state bytes per token",
     "states": "state bytes at {:,}",
     "flops_per_token": "FLOPs per token at {:,}",
@@ -324,6 +325,7 @@ def conversion_costs(
         costs = measure_size(shapes, context)
         columns[label] = {
             "parameters": costs.parameters,
+            "dtype": str(weights.dtype).removeprefix("torch."),
             "context_length": context,
             "state_bytes_per_token": costs.state_bytes_per_token,
             "state_bytes": costs.state_bytes,

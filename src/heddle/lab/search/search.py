@@ -104,9 +104,7 @@ def split_text(text: CalibrationText) -> tuple[CalibrationText, CalibrationText,
     score, check = (max(1, round(tokens / counts[0])) for tokens in (SCORE_TOKENS, CHECK_TOKENS))
     score, check = (min(each, max(1, len(counts) // 4)) for each in (score, check))
     if len(counts) < 3:
-        raise ConfigError(
-            "--calibration-tokens: are too few for a search, which fits, scores and checks on three texts"
-        )
+        raise ConfigError("--calibration-tokens: too few for a search, which fits, scores and checks on three texts")
     ends = np.cumsum([0, len(counts) - score - check, score, check]).tolist()
     samples = text.samples // len(counts)
     parts = [
