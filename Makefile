@@ -82,7 +82,7 @@ search-gemma: core ## search Gemma 3 270M, from PyPI, at half its state: hours; 
 
 docs: ## build the documentation as a site with Sphinx, offline, in two minutes of CPU: build/docs/index.html
 	@sh tools/install.sh docs
-	@echo "heddle: writing three hundred pages into build/docs, in about two minutes of CPU"
+	@echo "heddle: writing four hundred pages into build/docs, in about two minutes of CPU"
 	@$(RUN) -m tools.site build/docs
 
 package: dev ## build the sdist and the wheel into dist/, offline, and try the wheel from an empty folder
