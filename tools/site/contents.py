@@ -66,8 +66,8 @@ KEYWORDS = {
     "docs/experts": "router, router aux loss, moe",
     "docs/speed": "tokens per second",
     "docs/add-a-part": (
-        "add position encoding, new mixer, own mixer, custom mixer, custom attention, own attention, own part, new part, "
-        "add part"
+        "add position encoding, new mixer, own mixer, custom mixer, custom attention, own attention, "
+        "own part, new part, add part"
     ),
     "CONTRIBUTING": "new command, add command, own command, new verb, add verb, own verb, new subcommand, run tests",
 }
