@@ -82,7 +82,9 @@ if [ -n "${TORCH:-}" ]; then
     torch="torch==$TORCH"
     [ "$TORCH" = newest ] && torch=torch
 fi
-echo "heddle: filling .venv once, for '$extra': torch is most of it, gigabytes on Linux unless TORCH_INDEX names a CPU-only index;"
+size=": torch is most of it, gigabytes on Linux unless TORCH_INDEX names a CPU-only index"
+ls -d .venv/lib/python*/site-packages/"torch-${torch#torch==}"[+.]* >/dev/null 2>&1 && size=" (torch is there)"
+echo "heddle: filling .venv once, for '$extra'$size;"
 echo "heddle: minutes, or a quarter of an hour on a slow network. pip writes its errors to $log."
 if [ -n "${HASHES:-}" ]; then # setuptools first: it builds the packages that have no wheel
     sed -n '/^setuptools==/,/[^\\]$/p' hashes.txt >.venv/setuptools.txt

@@ -130,6 +130,17 @@ def test_show_of_presets_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> 
         assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
+def test_show_prints_each_kernel_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Products of several sizes have the same kernel for several reasons, which `heddle doctor` prints."""
+    design = ("preset:gqa-tiny", "width=64", "layers.*.mixer.heads=4", "layers.*.feedforward.hidden=160")
+    out, _ = call(capsys, "show", *design, "--json")
+    decode = [(each["operation"], each["kernel"]) for each in json.loads(out)["kernels"]["decode"]]
+    assert len(decode) > len(set(decode))
+    out, _ = call(capsys, "show", *design)
+    lines = out.partition("kernels in decode\n")[2].partition("\n\n")[0].splitlines()
+    assert sorted(line.split(",")[0].strip() for line in lines) == sorted(" = ".join(each) for each in set(decode))
+
+
 def test_show_prints_a_repeated_group_once(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = call(
         capsys, "show", "preset:hybrid-1b", "--batch-size", "16", "--context-length", "512", "--device", "cpu"

@@ -124,11 +124,11 @@ def condition(target: Any, mention: str, value: bool, nth: int | None = None) ->
 
 
 def operator(target: Any, old: type[ast.AST], new: type[ast.AST], nth: int | None = None) -> Plant:
-    """An operator of arithmetic or a comparison is exchanged, such as `ast.Add` by `ast.Sub`."""
+    """An operator of arithmetic, a sign or a comparison is exchanged, such as `ast.Add` by `ast.Sub`."""
 
     def find(function: ast.AST) -> Iterator[ast.expr]:
         for node in ast.walk(function):
-            if (isinstance(node, ast.BinOp) and isinstance(node.op, old)) or (
+            if (isinstance(node, ast.BinOp | ast.UnaryOp) and isinstance(node.op, old)) or (
                 isinstance(node, ast.Compare) and isinstance(node.ops[0], old)
             ):
                 yield node

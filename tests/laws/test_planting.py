@@ -47,6 +47,10 @@ def stored(number: int) -> int:
     return number + 1
 
 
+def opposite(number: float) -> float:
+    return -number
+
+
 PLANTS: list[tuple[Plant, float]] = [
     (replaced(share, lambda numbers, index: 7.0), 7.0),
     (wrapped(share, lambda original, numbers, index: original(numbers, index, scale=2.0)), 1.5),
@@ -82,6 +86,11 @@ def test_methods_properties_and_decorated_functions_are_reached(monkeypatch: pyt
     assert Counter.of("ab").double == 110
     assert stored(1) == 20
     stored.cache_clear()
+
+
+def test_a_sign_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator(opposite, ast.USub, ast.UAdd)(monkeypatch)
+    assert opposite(2.0) == 2.0
 
 
 def test_two_plants_of_one_function_are_both_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,10 @@ KEYWORDS = {
     "docs/parts/feedforwards": "shared experts, mixture of experts, swiglu",
     "docs/experts": "router, router aux loss, moe",
     "docs/speed": "tokens per second",
-    "docs/add-a-part": "add position encoding, new mixer, custom mixer, custom attention, own attention",
+    "docs/add-a-part": (
+        "add position encoding, new mixer, own mixer, custom mixer, custom attention, own attention, "
+        "own part, new part, add part"
+    ),
+    "CONTRIBUTING": "new command, add command, own command, new verb, add verb, own verb, new subcommand, run tests",
 }
 FOLDERS = ("benchmarks/results", "benchmarks/results/*/", "examples/cluster")  # listed, as pages link to them

@@ -16,7 +16,9 @@ from heddle.training.settings import Overrides
 class ExploreSettings(VerbSettings):
     """Settings of `heddle explore`."""
 
-    design: Annotated[str | None, Argument("DESIGN", "A file, preset:NAME or a folder.")] = None
+    design: Annotated[
+        str | None, Argument("DESIGN", "A YAML, TOML or JSON file, preset:NAME, or a checkpoint folder.")
+    ] = None
     overrides: Overrides = ()
     slot: Annotated[str | None, Option("SLOT", "Only this slot, such as mixers. [a whole design]")] = None
     out: Annotated[Path, Option("FILE", "HTML file to write.")] = Path("explore.html")

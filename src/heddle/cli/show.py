@@ -3,6 +3,7 @@
 import json
 import shlex
 import textwrap
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from heddle.lab.show import ShowSettings
@@ -80,11 +81,14 @@ def print_kernels(phases: dict[str, list[dict[str, Any]]], with_reasons: bool = 
 
     for phase, choices in phases.items():
         print(f"\nkernels in {phase}")
-        for choice in choices:
-            calls = "1 call" if choice["calls"] == 1 else f"{choice['calls']} calls"
-            print(f"  {choice['operation']} = {choice['kernel']}, {calls}")
+        counts: Counter[tuple[str, str, tuple[tuple[str, ...], ...]]] = Counter()
+        for choice in choices:  # they differ in operation, kernel and reasons
+            reasons = tuple(map(tuple, choice["rejected"])) if with_reasons else ()
+            counts[choice["operation"], choice["kernel"], reasons] += choice["calls"]
+        for (operation, used, reasons), count in counts.items():
+            print(f"  {operation} = {used}, {count} call{'s' * (count != 1)}")
             by_reason: dict[str, list[str]] = {}
-            for kernel, reason in choice["rejected"] if with_reasons else ():
+            for kernel, reason in reasons:
                 if reason != NOT_IN_USE:
                     by_reason.setdefault(reason, []).append(kernel)
             for reason, kernels in by_reason.items():

@@ -38,7 +38,7 @@ PROFILED_LENGTH = 512  # tokens of a profiled sequence, if no context length was
 class ShowSettings(VerbSettings):
     """Settings of `heddle show` and `heddle.show`."""
 
-    design: Annotated[Any, Argument("DESIGN", "A file, preset:NAME or a folder.")] = None
+    design: Annotated[Any, Argument("DESIGN", "A YAML, TOML or JSON file, preset:NAME, or a checkpoint folder.")] = None
     overrides: Overrides = ()
     context_length: Annotated[
         tuple[int, ...], Option("N", "Tokens in the context; repeatable. [2048 8192 …]", parse_length)
