@@ -7,6 +7,7 @@ changed; the others are chosen: tokens first, then fewer seeds. No run continues
 import math
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
@@ -73,18 +74,18 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of each part of a comparison that has no result. step: (lowest, highest) seconds of a training step."""
+    """Seconds of what has no result yet, by its part of a comparison; preparing the text is not included.
+
+    step: (lowest, highest) seconds of a training step.
+    """
 
     step: tuple[float, float]
-    tuning: float
-    training: float
-    speed: float
-    recall: float
+    parts: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        """Seconds of all parts; preparing the text is not included."""
-        return self.tuning + self.training + self.speed + self.recall
+        """Seconds of all parts."""
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -263,13 +264,14 @@ def estimate(
     steps: training steps of each design. choices: the recall tasks. rounds: of speed measurements.
     """
     plan, runs = comparison.plan, unfinished_runs(comparison)
-    return Estimate(
-        step=(min(time.step for time in times.values()), max(time.step for time in times.values())),
-        tuning=_unfinished_tuning(comparison, _training_seconds(comparison, times, steps, all_runs(plan)), runs),
-        training=_training_seconds(comparison, times, steps, runs),
-        speed=_speed_seconds(comparison, times, plan.speed_contexts, rounds),
-        recall=sum(_recall_seconds(comparison, times, choice) for choice in choices),
-    )
+    each_step = [time.step for time in times.values()]
+    parts = {
+        "tuning": _unfinished_tuning(comparison, _training_seconds(comparison, times, steps, all_runs(plan)), runs),
+        "training": _training_seconds(comparison, times, steps, runs),
+        "speed": _speed_seconds(comparison, times, plan.speed_contexts, rounds),
+        "recall": sum(_recall_seconds(comparison, times, choice) for choice in choices),
+    }
+    return Estimate((min(each_step), max(each_step)), parts)
 
 
 def all_runs(plan: ComparisonPlan) -> dict[str, int]:
@@ -427,13 +429,7 @@ def describe_plan(
     if estimate is None:
         return [f"plan: {runs}{at_once}"]
     step = _range(estimate.step)
-    parts = {
-        "tuning": estimate.tuning,
-        "training": estimate.training,
-        "speed": estimate.speed,
-        "recall": estimate.recall,
-    }
-    listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items() if seconds)
+    listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in estimate.parts.items() if seconds)
     total = f"{'about' if plan.until_resolved is None else 'at least'} {format_seconds(estimate.total)}"
     if budget is not None and estimate.total > budget.remaining:
         chosen.append(f"the budget of {format_duration(budget.seconds)} ends before that; the same command continues")
@@ -451,14 +447,11 @@ def format_seconds(seconds: float) -> str:
 
 def _most_steps(comparison: Comparison, times: Mapping[str, StepTime], available: float) -> int:
     """The most steps per run for which tuning and training fit into `available` seconds."""
-    low, high = 0, 1
-    while high < 2**40 and _seconds(comparison, times, dict.fromkeys(times, high)) <= available:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = _seconds(comparison, times, dict.fromkeys(times, middle)) <= available
-        low, high = (middle, high) if fits else (low, middle)
-    return low
+
+    def seconds(steps: int) -> float:
+        return _seconds(comparison, times, dict.fromkeys(times, steps))
+
+    return bisect_right(range(1, 2**40), available, key=seconds)
 
 
 def _seconds(comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int]) -> float:
