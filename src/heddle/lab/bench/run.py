@@ -29,6 +29,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.model.size import size
 from heddle.numerics.linear import PackedWeightCache, packed_weights
 from heddle.runtime import fastest_seconds
+from heddle.session import dtype_of
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
 
@@ -155,7 +156,7 @@ class Workload(NamedTuple):
 
 def least_cost(config: ModelConfig, workload: Workload, precision: str) -> tuple[str, float]:
     """(name of a limit of `measure_limits`, amount that the workload takes): FLOPs of products, or bytes read."""
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    dtype = dtype_of(precision)
     sizes = size(config, workload.length, dtype=dtype)
     if workload.kind == TOKEN:
         read = sizes.active_parameters * dtype.itemsize + workload.rows * sizes.state_bytes

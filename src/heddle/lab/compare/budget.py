@@ -20,7 +20,7 @@ import torch
 from heddle import __version__
 from heddle.data.cache import DataCache
 from heddle.errors import CheckpointError, ConfigError, MachineError
-from heddle.lab.compare.plan import ComparisonPlan, DesignEntry, all_candidates
+from heddle.lab.compare.plan import ComparisonPlan, DesignEntry, planned_trials
 from heddle.lab.compare.probes import AUTO, RECALL_PROBES, TaskChoice, final_tokens
 from heddle.lab.compare.tasks import (
     SPEED_ROUNDS,
@@ -192,7 +192,7 @@ def is_worth_timing(comparison: Comparison, steps: Mapping[str, int]) -> bool:
         3 * steps[entry.name] * _flops_per_token(comparison.config(entry), plan.sequence_length, training=True)
         for entry in plan.entries
     )
-    return sum(flops) * plan.batch_size * plan.sequence_length * len(plan.seeds) > UNTIMED_FLOPS
+    return sum(flops) * plan.tokens_per_step * len(plan.seeds) > UNTIMED_FLOPS
 
 
 def time_steps(comparison: Comparison) -> dict[str, StepTime]:
@@ -226,7 +226,7 @@ def time_steps(comparison: Comparison) -> dict[str, StepTime]:
             raise MachineError(f"{result['message']}; without a time budget no step needs to be timed")
         flops = 3 * _flops_per_token(comparison.config(entry), plan.sequence_length, training=True)
         start = max(0.0, seconds / rounds - result["timed_seconds"])
-        times[entry.name] = StepTime(result["seconds_per_step"], start, flops * plan.batch_size * plan.sequence_length)
+        times[entry.name] = StepTime(result["seconds_per_step"], start, flops * plan.tokens_per_step)
     if file is not None:
         with suppress(MachineError):
             write_json_file(file, {"time": time.time(), "times": [list(astuple(each)) for each in times.values()]})
@@ -334,7 +334,7 @@ def fit_plan(
         spent = time.monotonic() - budget.started
         training = _seconds(replace(comparison, plan=fewest), times, steps) / TRAINED_SHARE
         rest = spent + others - text + recall + training
-        length = f"{_least_steps(plan, chooses_tokens)} steps of {plan.batch_size * plan.sequence_length:,} tokens"
+        length = f"{_least_steps(plan, chooses_tokens)} steps of {plan.tokens_per_step:,} tokens"
         whole = format_seconds(least_budget(rest))
         timed = _range(sorted(each.step for each in times.values()))
         raise ConfigError(
@@ -383,10 +383,9 @@ def _choose(
             continue
         if not chooses_tokens:
             return candidate
-        tokens_per_step = plan.batch_size * plan.sequence_length
         largest = max(int(size(comparison.config(entry)).parameters) for entry in plan.entries)
-        longest = max(MIN_STEPS, TOKENS_PER_PARAMETER * largest // tokens_per_step)
-        return replace(candidate, budget_kind="tokens", budget_value=float(min(most, longest) * tokens_per_step))
+        longest = max(MIN_STEPS, TOKENS_PER_PARAMETER * largest // plan.tokens_per_step)
+        return replace(candidate, budget_kind="tokens", budget_value=float(min(most, longest) * plan.tokens_per_step))
     return None
 
 
@@ -464,9 +463,8 @@ def _training_seconds(
 ) -> float:
     """Seconds of some runs on all workers: at least the rounds in which they take turns. runs: how many, by design."""
     plan, workers = comparison.plan, comparison.workers.total
-    tokens_per_step = plan.batch_size * plan.sequence_length
-    final = final_tokens(min(steps.values()) * tokens_per_step, plan.sequence_length)
-    evaluated = (final + OTHER_EVALUATED_TOKENS) / tokens_per_step / 2
+    final = final_tokens(min(steps.values()) * plan.tokens_per_step, plan.sequence_length)
+    evaluated = (final + OTHER_EVALUATED_TOKENS) / plan.tokens_per_step / 2
     seconds = {
         name: each.start + each.step * (steps[name] * (1 + EVALUATED_SHARE) + evaluated)
         for name, each in times.items()
@@ -483,8 +481,7 @@ def _tuning_seconds(plan: ComparisonPlan, training: float) -> float:
         return 0.0
     if plan.tuning.budget_kind == "seconds":
         return plan.tuning.budget_value
-    trials = len(all_candidates(plan.tuning.fields)) + sum(field.is_number for field in plan.tuning.fields)
-    return training * min(plan.tuning.budget_value, trials / len(plan.seeds))
+    return training * min(plan.tuning.budget_value, planned_trials(plan.tuning.fields) / len(plan.seeds))
 
 
 def _unfinished_tuning(comparison: Comparison, training: float, runs: Mapping[str, int]) -> float:

@@ -82,6 +82,7 @@ from heddle.lab.compare.tuning import Tuning, tuning_report
 from heddle.lab.compare.verdict import verdict_sentences
 from heddle.model.config import ModelConfig
 from heddle.model.size import kernel_choices, size, state_bytes, summarize_design
+from heddle.session import dtype_of
 
 # The pairs of designs: differences with simultaneous intervals, and what would resolve the open ones.
 
@@ -587,10 +588,9 @@ def data_facts(names: Sequence[str], corpus: Corpus | None, final_tokens: int) -
 def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design]) -> list[str]:
     """Caveats, from the tokens that each run trains on or is planned to."""
     plan, corpus = comparison.plan, comparison.corpus
-    tokens_per_step = plan.batch_size * plan.sequence_length
     trained_tokens = {}
     for name in results.names:
-        planned = results.steps.get(name, 0) * tokens_per_step
+        planned = results.steps.get(name, 0) * plan.tokens_per_step
         is_done = results.runs[name] and not results.pending
         trained = max((run.train_tokens or 0 for run in results.runs[name]), default=0)
         trained_tokens[name] = trained if is_done else planned
@@ -609,7 +609,7 @@ def _reading_shares(comparison: Comparison, results: Results, design: Design) ->
     if not rates:
         return None
     config = comparison.config(next(entry for entry in comparison.plan.entries if entry.name == design.name))
-    dtype = torch.float32 if comparison.plan.precision == "fp32" else torch.bfloat16
+    dtype = dtype_of(comparison.plan.precision)
     weights = dtype.itemsize * (design.active_parameters or design.parameters)
     return [
         (context, min(1.0, (weights + state_bytes(config, context, dtype=dtype)) * speed / median_high(rates)))
@@ -624,7 +624,7 @@ def design_facts(comparison: Comparison, entry: DesignEntry) -> DesignFacts:
         model_size = size(config, plan.sequence_length)
     except ConfigError as error:  # its learned positions are shorter than the training sequence
         raise ConfigError(f"{entry.name}: {error}") from None
-    dtype = torch.float32 if plan.precision == "fp32" else torch.bfloat16
+    dtype = dtype_of(plan.precision)
     equal_context = parse_state_context(plan.equal_size or "", plan.sequence_length)
     mixers = [layer.mixer for _, layer in config.expand() if layer.mixer is not None]
     return DesignFacts(

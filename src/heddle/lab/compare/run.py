@@ -391,7 +391,7 @@ def run_comparison(
         with writer.first_report():
             writer.comparison = comparison = replace(comparison, corpus=_prepare_text(comparison, text))
             results.steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries}
-        trained_tokens = min(results.steps.values()) * plan.batch_size * plan.sequence_length
+        trained_tokens = min(results.steps.values()) * plan.tokens_per_step
         extrapolation = plan_extrapolation(
             comparison.text.validation, plan.sequence_length, plan.max_length_multiple, trained_tokens
         )

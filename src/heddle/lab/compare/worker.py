@@ -456,15 +456,13 @@ def _recall(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _speed(task: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
     from heddle.lab.compare.speed import measure_speeds, read_rate, time_training_steps
+    from heddle.session import dtype_of
 
     job, _ = _text_job(task)
     settings = job.settings
     rates = [settings.tokens_per_step / seconds for seconds in time_training_steps(job)]
-    dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
-    speeds = measure_speeds(job.config, task["speed_contexts"], job.device, dtype)
+    speeds = measure_speeds(job.config, task["speed_contexts"], job.device, dtype_of(settings.precision))
     read = [(0, [read_rate(job.device)])]
     return {"status": "done", "train": [(settings.sequence_length, rates)], **speeds, "read": read}
 

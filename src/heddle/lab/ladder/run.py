@@ -345,7 +345,9 @@ def time_steps(ladder: Ladder) -> StepTimes:
         seconds = time.monotonic() - began
     ends: dict[str, list[tuple[float, float]]] = {name: [] for name in ladder.rungs}
     for (name, rung), result in zip(tasks.values(), results, strict=True):
-        ends[name].append((rung.flops_per_token, _seconds_per_step(result)))
+        if result["status"] != "done":
+            raise MachineError(f"{result['message']}; the ladder cannot be estimated")
+        ends[name].append((rung.flops_per_token, float(result["seconds_per_step"])))
     timed = sum(result.get("timed_seconds", 0.0) for result in results)
     return StepTimes(ends, max(0.0, (seconds * ladder.workers.count - timed) / len(tasks)))
 
@@ -361,9 +363,3 @@ def ladder_seconds(ladder: Ladder, times: StepTimes) -> float:
                 heapq.heapreplace(ends, ends[0] + seconds)
         end = max(ends)
     return end
-
-
-def _seconds_per_step(result: Mapping[str, Any]) -> float:
-    if result["status"] != "done":
-        raise MachineError(f"{result['message']}; the ladder cannot be estimated")
-    return float(result["seconds_per_step"])
