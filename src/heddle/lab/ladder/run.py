@@ -103,16 +103,14 @@ class Ladder:
         So if time runs out, as many sizes as possible have a loss. The runs of a wave may run at the same time; longer
         branches continue the trunks of shorter ones, so each number of tokens is a wave of its own.
         """
-        runs = [run for same_size in zip(*map(self._runs_of, self.rungs), strict=True) for run in same_size]
+        names, sizes = list(self.rungs), zip(*self.rungs.values(), strict=True)
+        runs = [run for same_size in sizes for run in zip(names, same_size, strict=True)]
         waves = [
             [(name, rung, ratio, seed) for name, rung in runs]
             for seed in range(self.plan.seeds)
             for ratio in self.ratios
         ]
         return waves if self.plan.settings.shares_trunk else [[run for wave in waves for run in wave]]
-
-    def _runs_of(self, name: str) -> list[tuple[str, Rung]]:
-        return [(name, rung) for rung in self.rungs[name]]
 
     @property
     def finished(self) -> tuple[int, int]:
