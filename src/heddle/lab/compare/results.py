@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -326,7 +326,8 @@ class Design(DesignFacts):
         return (self.loss_profile or {}).get(name, ())
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True)
+class Stage:
     """A part of a comparison: how many of its tasks are finished, of how many planned so far."""
 
     title: str
@@ -339,7 +340,7 @@ class Progress:
     """stop_reason: why no more runs were planned, unless the plan itself ended."""
 
     is_complete: bool
-    stages: Sequence[Mapping[str, Any]]
+    stages: Sequence[Stage]
     stop_reason: str | None
 
 
