@@ -81,6 +81,7 @@ def work(request_file: str, result_file: str, parent_pid: int | None = None) -> 
 
 
 SAVE_SECONDS = 20.0  # of training that a crash may lose; a signal loses none
+IMPORTED_LATER = ("torch._dynamo",)  # what torch imports at its first use
 
 
 def fork_workers(descriptor: int) -> NoReturn:
@@ -90,7 +91,8 @@ def fork_workers(descriptor: int) -> NoReturn:
     file, result file], with descriptors that the worker holds; answers are [process, null] and, at its end, [process,
     exit code].
     """
-    importlib.import_module("torch._dynamo")  # torch does so at its first use
+    for name in IMPORTED_LATER:
+        importlib.import_module(name)
     server, (ended, ends) = os.getpid(), os.pipe()
     os.set_blocking(ends, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
