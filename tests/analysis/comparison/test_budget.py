@@ -228,9 +228,8 @@ def test_what_cannot_fit_is_refused_before_the_text_is_read(
     assert not (tmp_path / "out").exists()
     assert machine.trained == []
     # the time it names is enough
-    named = sentence.split("take about ")[1].split(";")[0]
-    seconds = sum(float(number) * {"s": 1, "min": 60, "h": 3600}[unit] for number, unit in pairs(named.split()))
-    assert compare(folder, tmp_path / "out", *options, "--budget", f"{seconds + 5:.0f}s") == 0
+    named = seconds_in(sentence.split("take about ")[1].split(";")[0])
+    assert compare(folder, tmp_path / "out", *options, "--budget", f"{named + 5:.0f}s") == 0
 
 
 def test_a_refused_budget_keeps_its_step_times(
@@ -251,8 +250,10 @@ def test_a_refused_budget_keeps_its_step_times(
     assert ", 0.04 s/step, " in capsys.readouterr().err
 
 
-def pairs(words: list[str]) -> list[tuple[str, str]]:
-    return list(zip(words[::2], words[1::2], strict=True))
+def seconds_in(duration: str) -> float:
+    """The seconds of `1 min 30 s`."""
+    words, units = duration.split(), {"s": 1, "min": 60, "h": 3600}
+    return sum(float(number) * units[unit] for number, unit in zip(words[::2], words[1::2], strict=True))
 
 
 def test_processes_that_share_a_comparison_choose_nothing(
@@ -392,8 +393,7 @@ def test_a_plan_that_the_budget_cuts_says_so(
 
 def seconds_of(printed: str) -> float:
     """The time that a plan names."""
-    words = printed.split("about ")[1].split(" in all")[0].split(" left")[0].split()
-    return sum(float(number) * {"s": 1, "min": 60, "h": 3600}[unit] for number, unit in pairs(words))
+    return seconds_in(printed.split("about ")[1].split(" in all")[0].split(" left")[0])
 
 
 def test_a_tuning_budget_that_is_too_small_is_refused_before_the_text_is_read(
