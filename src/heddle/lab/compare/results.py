@@ -56,10 +56,8 @@ def finite(value: T) -> T:
         result = dataclasses.replace(value, **{name: finite(item) for name, item in values.items()})
     elif isinstance(value, Mapping):
         result = {key: finite(item) for key, item in value.items()}
-    elif type(result) is list:
-        result = [finite(item) for item in result]
-    elif type(result) is tuple:
-        result = tuple(map(finite, result))
+    elif type(result) in (list, tuple):
+        result = type(result)(map(finite, result))
     return result  # type: ignore[no-any-return]
 
 

@@ -62,7 +62,7 @@ from heddle.lab.pages.figures import (
     value_range,
 )
 from heddle.lab.pages.render import BASELINE_STYLE, COLOR_COUNT, MARKERS, DesignStyle, numbered_style, render_figures
-from heddle.lab.pages.report import Bar, DifferenceCell, difference_cell, interval_scale
+from heddle.lab.pages.report import WRITE_REMEDY, Bar, DifferenceCell, difference_cell, interval_scale
 from heddle.lab.pages.search import frontier_figure, search_context
 from heddle.lab.pages.sections import (
     HeatCell,
@@ -497,12 +497,11 @@ def _model_figure(
 
 
 PAGE_FILE = "convert.html"
-REMEDY = "free some space or choose another folder"
 
 
 def write_conversion_page(results: ConversionResults, folder: Path) -> Path:
     """Write convert.html into a folder atomically; return its path. Raises MachineError."""
-    write_file(folder / PAGE_FILE, conversion_page(results), REMEDY)
+    write_file(folder / PAGE_FILE, conversion_page(results), WRITE_REMEDY)
     return folder / PAGE_FILE
 
 
