@@ -588,7 +588,7 @@ def test_a_part_in_one_file(ledger: Path, workers: Workers, monkeypatch: pytest.
         limits.append(given)
         small.forget_parts()  # a worker is a new process
 
-    monkeypatch.setattr(processes, "confine", confined)
+    monkeypatch.setattr("heddle.lab.compare.worker.confine", confined)
     monkeypatch.setattr(proposal, "LAWS", LEAKS)
     monkeypatch.setattr(judging, "screen_apart", screened)
     source, kind = SOUND["a norm"]

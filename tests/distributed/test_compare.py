@@ -20,7 +20,6 @@ from heddle import progress
 from heddle.distributed import launcher
 from heddle.distributed.ranks import Ranks
 from heddle.errors import RankLost
-from heddle.generation import generate
 from heddle.lab import workers
 from heddle.lab.compare import worker
 from heddle.lab.workers import Task, Workers, run_tasks
@@ -76,7 +75,7 @@ def test_a_run_on_ranks_has_the_numbers_of_one_process(tmp_path: Path, monkeypat
     """Three ranks, which divide neither the held-out batches nor their number; a planted order of batches is caught."""
     for module in (built_models, width_transfer):
         monkeypatch.setattr(module, "build", partial(decoder.build, dtype=torch.float64))
-    monkeypatch.setattr(generate, "sample_text", lambda *_: "")
+    monkeypatch.setattr(worker, "sample_text", lambda *_: "")
     settings = asdict(Settings(steps=2, batch_size=6, sequence_length=16))
 
     def results(out: str) -> Any:

@@ -229,7 +229,7 @@ def test_what_cannot_fit_is_refused_before_the_text_is_read(
     assert not (tmp_path / "out").exists()
     assert machine.trained == []
     # the time it names is enough
-    seconds = duration(sentence.split("take about ")[1].split(":")[0])
+    seconds = seconds_in(sentence.split("take about ")[1].split(":")[0])
     assert compare(folder, tmp_path / "out", *options, "--budget", f"{seconds + 5:.0f}s") == 0
 
 
@@ -253,9 +253,9 @@ def test_a_refused_budget_names_what_takes_time_and_only_options_that_help(
     parts = [re.sub(r"^[a-z ]+", "", part) for part in listed.split(", ")]
     assert len(parts) > 2
     assert ("tuning" in listed) == ("--tune" in options)
-    assert sum(map(duration, parts)) == pytest.approx(duration(whole), abs=len(parts))
+    assert sum(map(seconds_in, parts)) == pytest.approx(seconds_in(whole), abs=len(parts))
     assert set(sentence.partition("such as ")[2].split(", ")) == advised
-    assert compare(folder, tmp_path / "out", *options, "--budget", f"{duration(whole) + 5:.0f}s", "--dry-run") == 0
+    assert compare(folder, tmp_path / "out", *options, "--budget", f"{seconds_in(whole) + 5:.0f}s", "--dry-run") == 0
 
 
 def test_a_refused_budget_keeps_its_step_times(
@@ -276,8 +276,10 @@ def test_a_refused_budget_keeps_its_step_times(
     assert ", 0.04 s/step, " in capsys.readouterr().err
 
 
-def pairs(words: list[str]) -> list[tuple[str, str]]:
-    return list(zip(words[::2], words[1::2], strict=True))
+def seconds_in(duration: str) -> float:
+    """The seconds of `1 min 30 s`."""
+    words, units = duration.split(), {"s": 1, "min": 60, "h": 3600}
+    return sum(float(number) * units[unit] for number, unit in zip(words[::2], words[1::2], strict=True))
 
 
 def test_processes_that_share_a_comparison_choose_nothing(
@@ -417,11 +419,7 @@ def test_a_plan_that_the_budget_cuts_says_so(
 
 def seconds_of(printed: str) -> float:
     """The time that a plan names."""
-    return duration(printed.split("about ")[1].split(" in all")[0].split(" left")[0])
-
-
-def duration(text: str) -> float:
-    return sum(float(number) * {"s": 1, "min": 60, "h": 3600}[unit] for number, unit in pairs(text.split()))
+    return seconds_in(printed.split("about ")[1].split(" in all")[0].split(" left")[0])
 
 
 def test_a_tuning_budget_that_is_too_small_is_refused_before_the_text_is_read(

@@ -10,13 +10,10 @@ import pytest
 from heddle.cli.main import run_command
 from heddle.lab import workers as processes
 from heddle.lab.compare.worker import perform_task
-from heddle.model.decoder import build
-from heddle.model.load_config import load_config
-from heddle.model.size import parameter_counts
 from heddle.storage.file_io import read_json_file
 from tests.analysis.comparison.plain import _trunk_correlation, ladder_page
+from tests.analysis.ladder import test_ladder
 from tests.analysis.ladder.test_ladder import folder, read_report
-from tests.analysis.scripted_workers import EndedWorkers
 from tests.html_page import Page
 
 __all__ = ["folder"]  # a fixture
@@ -25,21 +22,11 @@ OPTIONS += ["--threads", "1", "--quiet"]
 RATIOS = ["--tokens-per-parameter", "1,2,4,8"]
 
 
-class Workers(EndedWorkers):
-    """Takes the place of worker processes: most runs get a loss from a law of their size and tokens."""
+class Workers(test_ladder.Workers):
+    """The losses follow from the tokens, too."""
 
-    trains_prefix: str | None = None  # of the names of the runs that are real
-
-    def result(self, task: dict[str, Any], name: str) -> dict[str, Any]:
-        if self.trains_prefix and name.startswith(self.trains_prefix):
-            return perform_task(task)[0]
-        if task["task"] == "calibrate":
-            return {"status": "done", "seconds_per_step": 0.5}
-        settings = task["settings"]
-        size = parameter_counts(build(load_config(task["design"]), device="meta"))[1]
-        tokens = settings["steps"] * settings["batch_size"] * settings["sequence_length"]
-        loss = truth(size, tokens) + 0.002 * math.sin(7 * settings["seed"] + len(self.ran))
-        return {"status": "done", "bits_per_byte": loss, "seconds": 1.0}
+    def law(self, name: str, size: float, tokens: float) -> float:
+        return truth(size, tokens)
 
 
 def truth(size: float, tokens: float) -> float:
@@ -91,7 +78,7 @@ def test_a_whole_surface(folder: Path, tmp_path: Path, workers: Workers, capsys:
 
 
 def test_runs_are_branches_with_the_bits_of_runs_alone(folder: Path, tmp_path: Path, workers: Workers) -> None:
-    workers.trains_prefix = "one-w8-seed0"
+    workers.trained = "one-w8-seed0"
     few = ("--tokens-per-parameter", "1,2,4", "--seeds", "1")
     assert run_command(command(folder, tmp_path, *few)) == 0
     assert [name.rpartition("-")[2] for name in workers.ran] == ["d1"] * 4 + ["d2"] * 4 + ["d4"] * 4

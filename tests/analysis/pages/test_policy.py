@@ -147,17 +147,6 @@ def test_scripts_write_text_not_markup() -> None:
     assert WRITES_MARKUP.search("box.innerHTML += words")
 
 
-@pytest.mark.parametrize("character", ["\u202e", "\u202a", "\u2066", "\u2069"])
-def test_characters_that_reorder_text_are_shown_by_their_numbers(character: str) -> None:
-    name = f"good{character}gnp.exe"
-    shown = environment().from_string("<p>{{ name }}</p>{{ {'a': name}|script_json }}").render(name=name)
-    assert character not in shown
-    number = f"\\u{ord(character):04x}"
-    assert f"<p>good{number}gnp.exe</p>" in shown
-    assert json.loads(shown.partition("</p>")[2]) == {"a": f"good{number}gnp.exe"}
-    assert "\u200f" in environment().from_string("{{ name }}").render(name="\u200f")  # right-to-left text needs it
-
-
 def test_no_line_ends_at_plus_minus() -> None:
     shown = environment().from_string("<p>{{ sentence }}</p>").render(sentence="adds 0.012 ± 0.003 bits")
     assert "0.012 ±\u00a00.003 bits" in shown
@@ -171,7 +160,10 @@ def test_a_text_that_turns_others_around_is_shown_as_it_is(mark: str) -> None:
         conformance_page(f"eng{mark}ine", "fp32", findings),
         judge_page(JUDGED | {"proposals": [JUDGED["proposals"][0] | {"name": f"lo{mark}om"}]}),
     )
+    number = f"\\u{ord(mark):04x}"
     for page in pages:
         assert mark not in page
-        assert f"\\u{ord(mark):04x}" in page
+        assert number in page
     assert "\u200f" in pages[0]
+    data = environment().from_string("{{ {'a': name}|script_json }}").render(name=f"a{mark}b")
+    assert json.loads(data) == {"a": f"a{number}b"}

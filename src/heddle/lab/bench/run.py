@@ -29,6 +29,7 @@ from heddle.model.decoder import Decoder, build
 from heddle.model.size import size
 from heddle.numerics.linear import PackedWeightCache, packed_weights
 from heddle.runtime import fastest_seconds
+from heddle.session import dtype_of
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
 
@@ -68,9 +69,9 @@ class Calibration:
 
 
 class RoundSeconds(NamedTuple):
-    """The seconds of each round by name, and how many rounds were repeated."""
+    """The seconds of each round by step, and how many rounds were repeated."""
 
-    seconds: dict[str, list[float]]
+    seconds: dict[Any, list[float]]
     repeated: int
 
     @property
@@ -79,13 +80,13 @@ class RoundSeconds(NamedTuple):
         return self.repeated >= max(map(len, self.seconds.values()), default=1)
 
 
-def measure_in_rounds(steps: Mapping[str, Callable[[], float]], rounds: int, calibration: Calibration) -> RoundSeconds:
+def measure_in_rounds(steps: Mapping[Any, Callable[[], float]], rounds: int, calibration: Calibration) -> RoundSeconds:
     """Take each step once per round. A round during which the machine was slow is repeated, at most `rounds` times.
 
-    steps: by name, a call that returns its seconds.
+    steps: by name, or any other key, a call that returns its seconds.
     """
     names = list(steps)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[Any, list[float]] = {name: [] for name in names}
     repeated = 0
     for number in range(2 * rounds):
         was_slow, times = calibration.is_slow(), {}
@@ -155,7 +156,7 @@ class Workload(NamedTuple):
 
 def least_cost(config: ModelConfig, workload: Workload, precision: str) -> tuple[str, float]:
     """(name of a limit of `measure_limits`, amount that the workload takes): FLOPs of products, or bytes read."""
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    dtype = dtype_of(precision)
     sizes = size(config, workload.length, dtype=dtype)
     if workload.kind == TOKEN:
         read = sizes.active_parameters * dtype.itemsize + workload.rows * sizes.state_bytes
@@ -392,7 +393,7 @@ def run_bench(
             values = {key: process.prepare(workload) for key, process in sides.items()}
             for (name, side), computed in values.items():
                 check_values(f"{name}, {side}", values[name, HEDDLE], computed, bench.precision)
-            steps = {name: partial(SideProcess.seconds, process) for name, process in sides.items()}
+            steps = {key: process.seconds for key, process in sides.items()}
             results.append(_measure(bench, workload, limits, steps, calibration))
             report(results[-1])
     return results
@@ -429,16 +430,15 @@ def _measure(
     steps: Mapping[tuple[str, str], Callable[[], float]],
     calibration: Calibration,
 ) -> MeasuredWorkload:
-    """Take the rounds of one workload. Names in `measure_in_rounds` are the sides' own."""
-    names = {f"{design}, {side}": (design, side) for design, side in steps}
-    rounds = measure_in_rounds({name: steps[key] for name, key in names.items()}, bench.rounds, calibration)
-    first = rounds.seconds[next(iter(names))]
+    """Take the rounds of one workload. steps: by design and side."""
+    rounds = measure_in_rounds(steps, bench.rounds, calibration)
+    first = next(iter(rounds.seconds.values()))
     measurements = []
-    for name, (design, side) in names.items():
-        seconds = quartiles_of(rounds.seconds[name])
+    for (design, side), times in rounds.seconds.items():
+        seconds = quartiles_of(times)
         limit, amount = least_cost(bench.designs[design], workload, bench.precision)
         share = amount / limits[limit] / seconds.median
-        ratio = ratio_of(rounds.seconds[name], first)
+        ratio = ratio_of(times, first)
         measurements.append(Measurement(design, side, seconds, workload.tokens / seconds.median, share, ratio))
     return MeasuredWorkload(workload, measurements, rounds.repeated, rounds.is_noisy)
 

@@ -7,6 +7,7 @@ changed; the others are chosen: tokens first, then fewer seeds. No run continues
 import math
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
@@ -19,7 +20,7 @@ import torch
 from heddle import __version__
 from heddle.data.cache import DataCache
 from heddle.errors import CheckpointError, ConfigError, MachineError
-from heddle.lab.compare.plan import ComparisonPlan, DesignEntry, all_candidates
+from heddle.lab.compare.plan import ComparisonPlan, DesignEntry, planned_trials
 from heddle.lab.compare.probes import AUTO, RECALL_PROBES, TaskChoice, final_tokens
 from heddle.lab.compare.tasks import (
     SPEED_ROUNDS,
@@ -73,18 +74,18 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of each part of a comparison that has no result. step: (lowest, highest) seconds of a training step."""
+    """Seconds of what has no result yet, by its part of a comparison; preparing the text is not included.
+
+    step: (lowest, highest) seconds of a training step.
+    """
 
     step: tuple[float, float]
-    tuning: float
-    training: float
-    speed: float
-    recall: float
+    parts: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        """Seconds of all parts; preparing the text is not included."""
-        return self.tuning + self.training + self.speed + self.recall
+        """Seconds of all parts."""
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def is_worth_timing(comparison: Comparison, steps: Mapping[str, int]) -> bool:
         3 * steps[entry.name] * _flops_per_token(comparison.config(entry), plan.sequence_length, training=True)
         for entry in plan.entries
     )
-    return sum(flops) * plan.batch_size * plan.sequence_length * len(plan.seeds) > UNTIMED_FLOPS
+    return sum(flops) * plan.tokens_per_step * len(plan.seeds) > UNTIMED_FLOPS
 
 
 def time_steps(comparison: Comparison) -> dict[str, StepTime]:
@@ -225,7 +226,7 @@ def time_steps(comparison: Comparison) -> dict[str, StepTime]:
             raise MachineError(f"{result['message']}; without a time budget no step needs to be timed")
         flops = 3 * _flops_per_token(comparison.config(entry), plan.sequence_length, training=True)
         start = max(0.0, seconds / rounds - result["timed_seconds"])
-        times[entry.name] = StepTime(result["seconds_per_step"], start, flops * plan.batch_size * plan.sequence_length)
+        times[entry.name] = StepTime(result["seconds_per_step"], start, flops * plan.tokens_per_step)
     if file is not None:
         with suppress(MachineError):
             write_json_file(file, {"time": time.time(), "times": [list(astuple(each)) for each in times.values()]})
@@ -263,13 +264,14 @@ def estimate(
     steps: training steps of each design. choices: the recall tasks. rounds: of speed measurements.
     """
     plan, runs = comparison.plan, unfinished_runs(comparison)
-    return Estimate(
-        step=(min(time.step for time in times.values()), max(time.step for time in times.values())),
-        tuning=_unfinished_tuning(comparison, _training_seconds(comparison, times, steps, all_runs(plan)), runs),
-        training=_training_seconds(comparison, times, steps, runs),
-        speed=_speed_seconds(comparison, times, plan.speed_contexts, rounds),
-        recall=sum(_recall_seconds(comparison, times, choice) for choice in choices),
-    )
+    each_step = [time.step for time in times.values()]
+    parts = {
+        "tuning": _unfinished_tuning(comparison, _training_seconds(comparison, times, steps, all_runs(plan)), runs),
+        "training": _training_seconds(comparison, times, steps, runs),
+        "speed": _speed_seconds(comparison, times, plan.speed_contexts, rounds),
+        "recall": sum(_recall_seconds(comparison, times, choice) for choice in choices),
+    }
+    return Estimate((min(each_step), max(each_step)), parts)
 
 
 def all_runs(plan: ComparisonPlan) -> dict[str, int]:
@@ -367,7 +369,7 @@ def _too_short(
     timed = _range(sorted(each.step for each in times.values()))
     return ConfigError(
         f"--budget {format_seconds(budget.seconds)}: is too short: the least, {len(plan.seeds)} seeds of "
-        f"{len(plan.entries)} designs, {steps} steps of {plan.batch_size * plan.sequence_length:,} tokens each at "
+        f"{len(plan.entries)} designs, {steps} steps of {plan.tokens_per_step:,} tokens each at "
         f"{timed} s/step, take about {format_seconds(least)}: {listed}; give at least that, or compare fewer "
         f"designs{advice}"
     )
@@ -402,10 +404,9 @@ def _choose(
             continue
         if not chooses_tokens:
             return candidate
-        tokens_per_step = plan.batch_size * plan.sequence_length
         largest = max(int(size(comparison.config(entry)).parameters) for entry in plan.entries)
-        longest = max(MIN_STEPS, TOKENS_PER_PARAMETER * largest // tokens_per_step)
-        return replace(candidate, budget_kind="tokens", budget_value=float(min(most, longest) * tokens_per_step))
+        longest = max(MIN_STEPS, TOKENS_PER_PARAMETER * largest // plan.tokens_per_step)
+        return replace(candidate, budget_kind="tokens", budget_value=float(min(most, longest) * plan.tokens_per_step))
     return None
 
 
@@ -448,13 +449,7 @@ def describe_plan(
     if estimate is None:
         return [f"plan: {runs}{at_once}"]
     step = _range(estimate.step)
-    parts = {
-        "tuning": estimate.tuning,
-        "training": estimate.training,
-        "speed": estimate.speed,
-        "recall": estimate.recall,
-    }
-    listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items() if seconds)
+    listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in estimate.parts.items() if seconds)
     total = f"{'about' if plan.until_resolved is None else 'at least'} {format_seconds(estimate.total)}"
     if budget is not None and estimate.total > budget.remaining:
         chosen.append(f"the budget of {format_duration(budget.seconds)} ends before that; the same command continues")
@@ -472,14 +467,11 @@ def format_seconds(seconds: float) -> str:
 
 def _most_steps(comparison: Comparison, times: Mapping[str, StepTime], available: float) -> int:
     """The most steps per run for which tuning and training fit into `available` seconds."""
-    low, high = 0, 1
-    while high < 2**40 and _seconds(comparison, times, dict.fromkeys(times, high)) <= available:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = _seconds(comparison, times, dict.fromkeys(times, middle)) <= available
-        low, high = (middle, high) if fits else (low, middle)
-    return low
+
+    def seconds(steps: int) -> float:
+        return _seconds(comparison, times, dict.fromkeys(times, steps))
+
+    return bisect_right(range(1, 2**40), available, key=seconds)
 
 
 def _seconds(comparison: Comparison, times: Mapping[str, StepTime], steps: Mapping[str, int]) -> float:
@@ -492,9 +484,8 @@ def _training_seconds(
 ) -> float:
     """Seconds of some runs on all workers: at least the rounds in which they take turns. runs: how many, by design."""
     plan, workers = comparison.plan, comparison.workers.total
-    tokens_per_step = plan.batch_size * plan.sequence_length
-    final = final_tokens(min(steps.values()) * tokens_per_step, plan.sequence_length)
-    evaluated = (final + OTHER_EVALUATED_TOKENS) / tokens_per_step / 2
+    final = final_tokens(min(steps.values()) * plan.tokens_per_step, plan.sequence_length)
+    evaluated = (final + OTHER_EVALUATED_TOKENS) / plan.tokens_per_step / 2
     seconds = {
         name: each.start + each.step * (steps[name] * (1 + EVALUATED_SHARE) + evaluated)
         for name, each in times.items()
@@ -511,8 +502,7 @@ def _tuning_seconds(plan: ComparisonPlan, training: float) -> float:
         return 0.0
     if plan.tuning.budget_kind == "seconds":
         return plan.tuning.budget_value
-    trials = len(all_candidates(plan.tuning.fields)) + sum(field.is_number for field in plan.tuning.fields)
-    return training * min(plan.tuning.budget_value, trials / len(plan.seeds))
+    return training * min(plan.tuning.budget_value, planned_trials(plan.tuning.fields) / len(plan.seeds))
 
 
 def _unfinished_tuning(comparison: Comparison, training: float, runs: Mapping[str, int]) -> float:

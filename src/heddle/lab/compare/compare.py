@@ -253,9 +253,9 @@ def _print_interrupted(settings: CompareSettings) -> None:
     if any(design.runs for design in report.designs):
         print_report(_terminal_safe(report))
     missing = [
-        f"{stage['planned'] - stage['finished']} of {stage['planned']} {stage['title']}"
+        f"{stage.planned - stage.finished} of {stage.planned} {stage.title}"
         for stage in report.progress.stages
-        if stage["finished"] < stage["planned"]
+        if stage.finished < stage.planned
     ]
     what = ", ".join(missing) or "the text"
     print_text(f"report so far: {settings.out / 'report.html'}; missing: {what}; the same command continues")

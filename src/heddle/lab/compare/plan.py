@@ -280,6 +280,11 @@ def all_candidates(fields: Sequence[TunedField]) -> list[Candidate]:
     return list(product(*(field.values for field in fields)))
 
 
+def planned_trials(fields: Sequence[TunedField]) -> int:
+    """How many trials a search is given time for: the candidates, and one more for each numeric field."""
+    return len(all_candidates(fields)) + sum(field.is_number for field in fields)
+
+
 def tuned_settings(fields: Sequence[TunedField], candidate: Candidate, lr_scale: LearningRateScales) -> dict[str, Any]:
     """The fields of `Settings` that a candidate sets. lr_scale: shared by all designs; tuned paths come after it."""
     settings: dict[str, Any] = {}
@@ -426,9 +431,14 @@ class ComparisonPlan:
     budget_notes: tuple[tuple[str, str], ...] = ()  # (setting, sentence) of what a time budget chose
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.batch_size * self.sequence_length
+
+    @property
     def token_steps(self) -> int:
         """The steps of a run of `budget_value` tokens."""
-        return int(self.budget_value) // (self.batch_size * self.sequence_length)
+        return int(self.budget_value) // self.tokens_per_step
 
     def __post_init__(self) -> None:
         """Raise ConfigError naming a design to which the learning rate does not transfer from its width."""

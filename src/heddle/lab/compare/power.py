@@ -6,6 +6,7 @@ times the text it is 1/√m as wide.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -103,15 +104,9 @@ def seeds_for(
             seed_half_width
         )
 
-    low, high = 1, 2
-    while not is_enough(high):
-        if high == MAX_SEEDS:
-            return None
-        low, high = high, min(2 * high, MAX_SEEDS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high
+    choices = range(2, MAX_SEEDS + 1)
+    first = bisect_left(choices, True, key=is_enough)
+    return choices[first] if first < len(choices) else None
 
 
 def round_widths_below(half_width: float) -> list[float]:

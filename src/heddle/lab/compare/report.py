@@ -82,6 +82,7 @@ from heddle.lab.compare.tuning import Tuning, tuning_report
 from heddle.lab.compare.verdict import verdict_sentences
 from heddle.model.config import ModelConfig
 from heddle.model.size import kernel_choices, size, state_bytes, summarize_design
+from heddle.session import dtype_of
 
 # The pairs of designs: differences with simultaneous intervals, and what would resolve the open ones.
 
@@ -220,7 +221,7 @@ FieldLabels = Mapping[str, str]  # the value of each varied field, as its label
 
 @dataclass(frozen=True)
 class _Rows:
-    """All rows of a report, judged at once. differences: of one field, by design.
+    """All rows of a report, judged at once. differences: of the only varied field, by design.
 
     candidates: statistics of all designs, and of the designs before each addition of others.
     """
@@ -230,7 +231,7 @@ class _Rows:
     judging: Judging
     candidates: Sequence[PairStatistics]
     count: int
-    differences: dict[str, Difference] | None
+    differences: Mapping[str, Difference]
 
     def half_width(self, contrast: PairStatistics, parts: float, names: Set[str]) -> tuple[float | None, bool]:
         """Half of the interval of a contrast between sums of designs; None where there is none.
@@ -267,7 +268,14 @@ def field_effects(designs: Sequence[Design], baseline: str, judging: Judging | N
     varied = [path for path in paths if len(labels_of[path]) > 1]
     if not varied:
         return Effects()
-    rows = _all_rows(designs, baseline, {path: labels_of[path] for path in varied}, judging or Judging())
+    judging, runs = judging or Judging(), {design.name: design.runs for design in designs}
+    candidates, differences = grown_statistics(runs, judging.earlier_designs), dict[str, Difference]()
+    if len(varied) == 1:
+        others = (name for name in runs if name != baseline)
+        differences = {name: _difference(candidates, name, baseline, runs, judging) for name in others}
+    changes = [len(labels_of[path]) - 1 for path in varied]
+    count = sum(changes) + sum(first * second for first, second in combinations(changes, 2))
+    rows = _Rows(designs, base, judging, candidates, count, differences)
     fields = [
         VariedField(
             path=path,
@@ -291,19 +299,6 @@ def field_effects(designs: Sequence[Design], baseline: str, judging: Judging | N
     return Effects(fields=fields, interactions=interactions)
 
 
-def _all_rows(designs: Sequence[Design], baseline: str, labels_of: dict[str, list[str]], judging: Judging) -> _Rows:
-    changes = [len(labels) - 1 for labels in labels_of.values()]
-    count = sum(changes) + sum(first * second for first, second in combinations(changes, 2))
-    runs = {design.name: design.runs for design in designs}
-    differences, candidates = None, grown_statistics(runs, judging.earlier_designs)
-    if len(changes) == 1:
-        differences = {
-            name: _difference(candidates, name, baseline, runs, judging) for name in runs if name != baseline
-        }
-    base = next(design.varied_fields for design in designs if design.name == baseline)
-    return _Rows(designs, base, judging, candidates, count, differences)
-
-
 def parse_number(label: str) -> float | None:
     """The finite number that a label spells, or None."""
     try:
@@ -318,7 +313,7 @@ def _value_effect(rows: _Rows, path: str, label: str) -> VariedValue:
     reference = _with_labels(rows.designs, {path: rows.base[path]})
     difference = None
     if label != rows.base[path]:
-        if rows.differences is not None and len(with_value) == 1:
+        if rows.differences and len(with_value) == 1:
             difference = rows.differences[with_value[0].name]
         else:
             difference = _contrast(rows, [with_value], [reference])
@@ -516,7 +511,7 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
         ),
         progress=Progress(
             is_complete=results.is_complete,
-            stages=[stage._asdict() for stage in results.stages()],
+            stages=results.stages(),
             stop_reason=results.stop_reason,
         ),
         warnings=_warnings(comparison, results, designs),
@@ -590,10 +585,9 @@ ADDED_SEEDS = "Seeds were added to a finished comparison: each interval holds at
 def _warnings(comparison: Comparison, results: Results, designs: Sequence[Design]) -> list[str]:
     """Caveats, from the tokens that each run trains on or is planned to."""
     plan, corpus = comparison.plan, comparison.corpus
-    tokens_per_step = plan.batch_size * plan.sequence_length
     trained_tokens = {}
     for name in results.names:
-        planned = results.steps.get(name, 0) * tokens_per_step
+        planned = results.steps.get(name, 0) * plan.tokens_per_step
         is_done = results.runs[name] and not results.pending
         trained = max((run.train_tokens or 0 for run in results.runs[name]), default=0)
         trained_tokens[name] = trained if is_done else planned
@@ -614,7 +608,7 @@ def _reading_shares(comparison: Comparison, results: Results, design: Design) ->
     if not rates:
         return None
     config = comparison.config(next(entry for entry in comparison.plan.entries if entry.name == design.name))
-    dtype = torch.float32 if comparison.plan.precision == "fp32" else torch.bfloat16
+    dtype = dtype_of(comparison.plan.precision)
     weights = dtype.itemsize * (design.active_parameters or design.parameters)
     return [
         (context, min(1.0, (weights + state_bytes(config, context, dtype=dtype)) * speed / median_high(rates)))
@@ -629,7 +623,7 @@ def design_facts(comparison: Comparison, entry: DesignEntry) -> DesignFacts:
         model_size = size(config, plan.sequence_length)
     except ConfigError as error:  # its learned positions are shorter than the training sequence
         raise ConfigError(f"{entry.name}: {error}") from None
-    dtype = torch.float32 if plan.precision == "fp32" else torch.bfloat16
+    dtype = dtype_of(plan.precision)
     equal_context = parse_state_context(plan.equal_size or "", plan.sequence_length)
     mixers = [layer.mixer for _, layer in config.expand() if layer.mixer is not None]
     return DesignFacts(

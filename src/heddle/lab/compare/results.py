@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -56,10 +56,8 @@ def finite(value: T) -> T:
         result = dataclasses.replace(value, **{name: finite(item) for name, item in values.items()})
     elif isinstance(value, Mapping):
         result = {key: finite(item) for key, item in value.items()}
-    elif type(result) is list:
-        result = [finite(item) for item in result]
-    elif type(result) is tuple:
-        result = tuple(map(finite, result))
+    elif type(result) in (list, tuple):
+        result = type(result)(map(finite, result))
     return result  # type: ignore[no-any-return]
 
 
@@ -326,7 +324,8 @@ class Design(DesignFacts):
         return (self.loss_profile or {}).get(name, ())
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True)
+class Stage:
     """A part of a comparison: how many of its tasks are finished, of how many planned so far."""
 
     title: str
@@ -339,7 +338,7 @@ class Progress:
     """stop_reason: why no more runs were planned, unless the plan itself ended."""
 
     is_complete: bool
-    stages: Sequence[Mapping[str, Any]]
+    stages: Sequence[Stage]
     stop_reason: str | None
 
 

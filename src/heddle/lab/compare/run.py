@@ -30,7 +30,6 @@ from heddle.lab.compare.tasks import (
     SPEED_ROUNDS,
     Comparison,
     choose_recall_tasks,
-    choose_workers,
     recall_result,
     recall_task,
     result_file,
@@ -364,24 +363,23 @@ def run_comparison(
     runtime: Runtime,
     command: str,
     *,
-    workers: Workers | None = None,
-    live: LivePage | None = None,
-    time_plan: TimePlan | None = None,
-    text: Corpus | None = None,
+    workers: Workers,
+    live: LivePage | None,
+    time_plan: TimePlan,
+    text: Corpus | None,
 ) -> Report:
     """Run the unfinished tasks of a plan in the folder `out`; return the report, which is also written as tasks finish.
 
-    command: the user's command, for the report. workers: where the runs take place; None: as `choose_workers` does.
-    live: shows the report while it grows. time_plan: ends the comparison at the end of a time budget. text: None: the
-    text is read. Raises CheckpointError if the folder has other content or another comparison, and Interrupted after a
-    signal, once the current runs have been saved.
+    command: the user's command, for the report. workers: where the runs take place. live: shows the report while it
+    grows. time_plan: ends the comparison at the end of a time budget. text: None: the text is read. Raises
+    CheckpointError if the folder has other content or another comparison, and Interrupted after a signal, once the
+    current runs have been saved.
     """
-    workers = workers or choose_workers(plan, runtime)
     with _open(out, plan, workers.share is not None) as is_anytime:
         runtime = record_worker_choices(runtime, out)
         names = [entry.name for entry in plan.entries]
         results = Results(names, SPEED_ROUNDS, len(plan.recall_probes), is_anytime=is_anytime)
-        time_plan, saved = time_plan or TimePlan(), read_json_file(out / PLAN_FILE)
+        saved = read_json_file(out / PLAN_FILE)
         plan = replace(plan, budget_notes=tuple(map(tuple, saved.get("budget_notes", ()))))
         results.earlier_designs = saved.get("earlier_designs", ())
         comparison = Comparison(plan, None, out, runtime, workers, command)
@@ -391,7 +389,7 @@ def run_comparison(
         with writer.first_report():
             writer.comparison = comparison = replace(comparison, corpus=_prepare_text(comparison, text))
             results.steps = {entry.name: training_steps(comparison, entry) for entry in plan.entries}
-        trained_tokens = min(results.steps.values()) * plan.batch_size * plan.sequence_length
+        trained_tokens = min(results.steps.values()) * plan.tokens_per_step
         extrapolation = plan_extrapolation(
             comparison.text.validation, plan.sequence_length, plan.max_length_multiple, trained_tokens
         )

@@ -161,9 +161,7 @@ def range_at(series: Iterable[Sequence[Any]] | None, context: float | None) -> t
 
 def series_of(design: Design, name: str) -> Sequence[Sequence[Any]]:
     """A series over the context: "state_bytes", "prefill" or "decode"."""
-    series: Sequence[Sequence[Any]] = {
-        "state_bytes": design.state_bytes, "prefill": design.prefill, "decode": design.decode
-    }[name]  # fmt: skip
+    series: Sequence[Sequence[Any]] = getattr(design, name)
     return series
 
 
@@ -182,8 +180,8 @@ def mean_loss(design: Design) -> float | None:
 
 def seed_counts(report: Report) -> dict[str, int]:
     """The finished seeds of each design; while trainings are pending, the planned ones."""
-    stages = (stage for stage in report.progress.stages if stage["title"] == "training runs")
-    if any(stage["finished"] < stage["planned"] for stage in stages):
+    stages = (stage for stage in report.progress.stages if stage.title == "training runs")
+    if any(stage.finished < stage.planned for stage in stages):
         return {design.name: len(report.budget.seeds) for design in report.designs}
     return {design.name: len(finished_runs(design.runs)) for design in report.designs}
 

@@ -73,7 +73,7 @@ class Comparison:
             steps=steps,
             seed=seed,
             save_every=max(1, steps // CHECKPOINTS_PER_RUN),
-            evaluate_every=plan_evaluations(steps, plan.batch_size * plan.sequence_length).interval,
+            evaluate_every=plan_evaluations(steps, plan.tokens_per_step).interval,
         )
 
     @property
@@ -112,25 +112,29 @@ def choose_workers(
 def training_steps(comparison: Comparison, entry: DesignEntry) -> int:
     """Optimizer steps that the budget allows a design. Raises ConfigError where it allows none."""
     plan = comparison.plan
-    tokens_per_step = plan.batch_size * plan.sequence_length
     if plan.budget_kind == "tokens":
         steps = plan.token_steps
     elif plan.budget_kind == "flops":
         model = build(comparison.config(entry), device="meta")
         # a backward pass costs twice a forward pass
         flops = 3 * flops_per_token(model, plan.sequence_length, training=True)
-        steps = int(plan.budget_value / (flops * tokens_per_step))
+        steps = int(plan.budget_value / (flops * plan.tokens_per_step))
     else:
-        [calibration] = run_tasks([calibration_task(comparison, entry)], comparison.workers.first())
-        if calibration["status"] != "done":
-            raise MachineError(f"{calibration['message']}; a budget in tokens needs no timing")
-        steps = int(plan.budget_value / calibration["seconds_per_step"])
+        steps = int(plan.budget_value / seconds_per_step(comparison, entry, "a budget in tokens needs no timing"))
     if steps < 1:
         raise ConfigError(
-            f"{plan.budget_kind} {plan.budget_value:g}: is less than one step of {tokens_per_step} tokens for "
+            f"{plan.budget_kind} {plan.budget_value:g}: is less than one step of {plan.tokens_per_step} tokens for "
             f"{entry.name}; give more"
         )
     return steps
+
+
+def seconds_per_step(comparison: Comparison, entry: DesignEntry, remedy: str) -> float:
+    """The time of a training step with nothing else running. Raises MachineError with the remedy if it has none."""
+    [result] = run_tasks([calibration_task(comparison, entry)], comparison.workers.first())
+    if result["status"] != "done":
+        raise MachineError(f"{result['message']}; {remedy}")
+    return float(result["seconds_per_step"])
 
 
 def result_file(out: Path, name: str, task: str) -> Path:
@@ -161,7 +165,7 @@ def speed_task(comparison: Comparison, entry: DesignEntry, number: int) -> Task:
 def choose_recall_tasks(comparison: Comparison, steps: Mapping[str, int]) -> list[TaskChoice]:
     """Which recall tasks are trained, for which designs. steps: training steps by design."""
     plan, configs = comparison.plan, {entry.name: comparison.config(entry) for entry in comparison.plan.entries}
-    tokens = min(steps.values()) * plan.batch_size * plan.sequence_length * len(plan.seeds)
+    tokens = min(steps.values()) * plan.tokens_per_step * len(plan.seeds)
     return choose_tasks(configs, plan.recall_probes, tokens)
 
 

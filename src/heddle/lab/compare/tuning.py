@@ -22,6 +22,7 @@ from heddle.lab.compare.plan import (
     all_candidates,
     describe_candidate,
     format_value,
+    planned_trials,
     tuned_settings,
 )
 from heddle.lab.compare.probes import plan_evaluations
@@ -39,8 +40,8 @@ from heddle.lab.compare.results import (
 )
 from heddle.lab.compare.statistics import paired_difference
 from heddle.lab.compare.tables import format_difference, half_width, join_names, judgment
-from heddle.lab.compare.tasks import Comparison, calibration_task, training_task
-from heddle.lab.workers import Result, Task, run_tasks
+from heddle.lab.compare.tasks import Comparison, seconds_per_step, training_task
+from heddle.lab.workers import Result, Task
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.training.settings import Settings
 
@@ -81,7 +82,7 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.fraction < self.min_fraction * (1 - 1e-9):
-            raise BudgetTooSmall(self.min_fraction * self._runs * self.round_cost)
+            raise BudgetTooSmall(self.min_fraction * planned_trials(self.fields) * self.round_cost)
 
     @property
     def designs(self) -> tuple[str, ...]:
@@ -96,12 +97,7 @@ class Search:
     @property
     def fraction(self) -> float:
         """Length of a trial as a fraction of the design's own run: the longest that the budget allows, up to 1."""
-        return min(1.0, self.budget / (self.round_cost * self._runs))
-
-    @property
-    def _runs(self) -> int:
-        """The candidates, and one more for each numeric field."""
-        return len(all_candidates(self.fields)) + sum(field.is_number for field in self.fields)
+        return min(1.0, self.budget / (self.round_cost * planned_trials(self.fields)))
 
     def trials(self, candidates: Sequence[Candidate]) -> list[Trial]:
         """The runs of these candidates, candidate by candidate."""
@@ -249,8 +245,9 @@ def start_tuning(comparison: Comparison, steps: Mapping[str, int]) -> Tuning:
     split_held_out(text.validation, comparison.plan.sequence_length, text.tokenizer.byte_lengths)
     seconds: dict[str, float] = {}
     if plan.budget_kind == "seconds":
-        entries = comparison.plan.entries
-        seconds = {entry.name: steps[entry.name] * _seconds_per_step(comparison, entry) for entry in entries}
+        remedy = "a tuning budget that is a share of the training needs no timing"
+        for entry in comparison.plan.entries:
+            seconds[entry.name] = steps[entry.name] * seconds_per_step(comparison, entry, remedy)
     first_plan = comparison.plan
     if file.is_file():
         first_plan = replace(first_plan, seeds=tuple(read_json_file(file)["seeds"]))
@@ -292,9 +289,9 @@ def finish_tuning(comparison: Comparison, tuning: Tuning, run: RunTasks) -> None
 
 def check_tuning(plan: ComparisonPlan) -> None:
     """Raise ConfigError for a budget that is too small, where that is known before the text is read and steps timed."""
-    steps = int(plan.budget_value) // (plan.batch_size * plan.sequence_length)
-    if plan.tuning is not None and plan.tuning.budget_kind == "share" and plan.budget_kind == "tokens" and steps:
-        make_search(plan, plan.tuning, {entry.name: steps for entry in plan.entries}, {})
+    tuning, is_counted = plan.tuning, plan.budget_kind == "tokens" and plan.token_steps > 0
+    if tuning is not None and tuning.budget_kind == "share" and is_counted:
+        make_search(plan, tuning, {entry.name: plan.token_steps for entry in plan.entries}, {})
 
 
 def make_search(
@@ -332,14 +329,6 @@ def _round_up(value: float) -> str:
     """Two digits, rounded up: 1.31 → 1.4."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return f"{math.ceil(value / unit) * unit:.6g}"
-
-
-def _seconds_per_step(comparison: Comparison, entry: DesignEntry) -> float:
-    """The time of a training step with nothing else running. Raises MachineError where it cannot be measured."""
-    [result] = run_tasks([calibration_task(comparison, entry)], comparison.workers.first())
-    if result["status"] != "done":
-        raise MachineError(f"{result['message']}; a tuning budget that is a share of the training needs no timing")
-    return float(result["seconds_per_step"])
 
 
 def _trial_task(comparison: Comparison, tuning: Tuning, entry: DesignEntry, trial: Trial) -> Task:

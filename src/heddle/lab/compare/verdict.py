@@ -295,7 +295,9 @@ def compare_with_baseline(report: Report, design: Design) -> list[str]:
     speeds = design.train_tokens_per_second, baseline.train_tokens_per_second
     overlap = ranges_overlap(design.train_speed_range, baseline.train_speed_range)
     phrases += _ratio("training speed", *speeds, overlap)
-    phrases += _loss_difference(difference_to_baseline(report, design.name))
+    difference = difference_to_baseline(report, design.name)
+    if difference is not None and difference.mean is not None:
+        phrases.append(f"{format_difference(difference)} bits per byte: {judgment(difference)}")
     probe = first_probe(report)
     if probe is not None:
         value, reference = recall_accuracy(design, probe[0]), recall_accuracy(baseline, probe[0])
@@ -305,19 +307,10 @@ def compare_with_baseline(report: Report, design: Design) -> list[str]:
     return phrases
 
 
-def _loss_difference(difference: Difference | None) -> list[str]:
-    if difference is None or difference.mean is None:
-        return []
-    return [f"{format_difference(difference)} bits per byte: {judgment(difference)}"]
-
-
 def _ratio(title: str, value: float | None, reference: float | None, overlap: bool) -> list[str]:
     """The value as a share of the baseline's, unless their measured ranges overlap. Empty without both values."""
     if value is None or not reference:
         return []
-    return [SAME_SPEED.format(title) if overlap else f"{_share_of(value, reference)} its {title}"]
-
-
-def _share_of(part: float, whole: float) -> str:
-    share = format_share(part, whole)
-    return share if share.endswith("times") else f"{share} of"
+    share = format_share(value, reference)
+    share = share if share.endswith("times") else f"{share} of"
+    return [SAME_SPEED.format(title) if overlap else f"{share} its {title}"]

@@ -21,17 +21,36 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+import torch
 
 from heddle import progress
+from heddle.config import load_part
+from heddle.data.corpus import Corpus, prepare_corpus
+from heddle.data.token_file import split_held_out
+from heddle.distributed.ranks import ONE_PROCESS
 from heddle.errors import HeddleError, OtherRankFailed, RankLost, is_out_of_memory, nondeterministic_operation
+from heddle.generation.generate import sample_text
+from heddle.lab.compare.branch import train_branch
+from heddle.lab.compare.probes import RECALL_PROBES, interim_tokens
+from heddle.lab.compare.results import ProbeResult, Run, plain
+from heddle.lab.compare.speed import RandomText, measure_speeds, read_rate, time_training_steps
+from heddle.lab.compare.statistics import quartiles
+from heddle.lab.compare.text_profile import length_result, measure_text_recall, start_profile
+from heddle.lab.workers import WORKER_MODULE, confine
+from heddle.model.load_config import load_config
+from heddle.runtime import Choices, Runtime, set_up_runtime, versions
+from heddle.session import dtype_of
 from heddle.signals import STOP_SIGNALS, Interrupted, interrupted_on_stop_signals
 from heddle.storage.file_io import write_json_file
-
-if TYPE_CHECKING:
-    from heddle.data.corpus import Corpus
-    from heddle.runtime import Runtime
-    from heddle.training.job import TrainingJob
+from heddle.storage.run_log import read_log, step_speed
+from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, evaluate_extrapolation
+from heddle.training.evaluation.scores import EvaluationBudget
+from heddle.training.job import TrainingJob, peak_process_memory
+from heddle.training.loop import Diverged, train
+from heddle.training.settings import Settings
+from heddle.training.step import recent_router_summary
 
 
 def main() -> None:
@@ -62,14 +81,7 @@ def work(request_file: str, result_file: str, parent_pid: int | None = None) -> 
 
 
 SAVE_SECONDS = 20.0  # of training that a crash may lose; a signal loses none
-
-# Modules that the tasks import, and what these import at their first use.
-IMPORTED = (
-    "heddle.config", "heddle.data.corpus", "heddle.data.recall", "heddle.data.token_file",
-    "heddle.distributed.sharding", "heddle.generation.generate", "heddle.lab.compare.branch",
-    "heddle.lab.compare.probes", "heddle.lab.compare.speed", "heddle.lab.compare.text_profile",
-    "heddle.model.load_config", "heddle.runtime", "heddle.training.loop", "torch._dynamo",
-)  # fmt: skip
+IMPORTED_LATER = ("torch._dynamo",)  # what torch imports at its first use
 
 
 def fork_workers(descriptor: int) -> NoReturn:
@@ -79,7 +91,7 @@ def fork_workers(descriptor: int) -> NoReturn:
     file, result file], with descriptors that the worker holds; answers are [process, null] and, at its end, [process,
     exit code].
     """
-    for name in IMPORTED:
+    for name in IMPORTED_LATER:
         importlib.import_module(name)
     server, (ended, ends) = os.getpid(), os.pipe()
     os.set_blocking(ends, False)
@@ -149,7 +161,6 @@ ON_RANKS = ("calibrate", "train", "loss")  # the others measure one process, or 
 def run_on_ranks(task: dict[str, Any], request_file: str, result_file: str) -> int:
     """Run a task on ranks, each on one of its devices; return the exit code of the worker."""
     from heddle.distributed.launcher import launch
-    from heddle.lab.workers import WORKER_MODULE
 
     try:
         with progress.quiet() if task["quiet"] else nullcontext():
@@ -207,8 +218,6 @@ def perform(call: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], int]:
 
     A failed result says in `stops_all` whether other tasks would fail for the same reason.
     """
-    from heddle.training.loop import Diverged
-
     try:
         return call(), 0
     except Diverged as error:
@@ -236,12 +245,8 @@ def _exit_with_parent(parent_pid: int) -> None:
             sys.exit(128 + signal.SIGTERM)
 
 
-def _set_up(task: dict[str, Any]) -> "Runtime":
+def _set_up(task: dict[str, Any]) -> Runtime:
     """Load the user's parts and configure torch. The judge sets limits for a proposal's own code."""
-    from heddle.config import load_part
-    from heddle.lab.workers import confine
-    from heddle.runtime import Choices, set_up_runtime
-
     if task.get("limits"):
         confine(*task["limits"])
     for file in task["part_files"]:
@@ -251,22 +256,12 @@ def _set_up(task: dict[str, Any]) -> "Runtime":
     return set_up_runtime(task["device"], task["threads"], tf32, deterministic, choices)
 
 
-def _environment(task: dict[str, Any], runtime: "Runtime") -> dict[str, Any]:
-    from heddle.runtime import versions
-
+def _environment(task: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     return {"command": task["command"], "versions": versions(), "runtime": runtime.describe()}
 
 
-def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
+def _text_job(task: dict[str, Any]) -> tuple[TrainingJob, Corpus]:
     """The training job of a design on the comparison's text."""
-    from heddle.data.corpus import prepare_corpus
-    from heddle.distributed.ranks import ONE_PROCESS
-    from heddle.lab.compare.probes import interim_tokens
-    from heddle.model.load_config import load_config
-    from heddle.training.evaluation.scores import EvaluationBudget
-    from heddle.training.job import TrainingJob
-    from heddle.training.settings import Settings
-
     runtime, ranks = _set_up(task), task.get("ranks", ONE_PROCESS)
     with progress.quiet():
         corpus = prepare_corpus(
@@ -302,10 +297,8 @@ def _text_job(task: dict[str, Any]) -> tuple["TrainingJob", "Corpus"]:
     return job, corpus
 
 
-def _held_out_part(corpus: "Corpus", part: str | list[list[int]] | None, sequence_length: int) -> "Corpus":
+def _held_out_part(corpus: Corpus, part: str | list[list[int]] | None, sequence_length: int) -> Corpus:
     """The corpus with the "tuning" or "final" part of its held-out text, or spans of its tokens; None: all of it."""
-    from heddle.data.token_file import split_held_out
-
     if part is None:
         return corpus
     if isinstance(part, list):
@@ -316,18 +309,6 @@ def _held_out_part(corpus: "Corpus", part: str | list[list[int]] | None, sequenc
 
 
 def _train(task: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    from heddle.generation.generate import sample_text
-    from heddle.lab.compare.results import Run, plain
-    from heddle.lab.compare.statistics import quartiles
-    from heddle.lab.compare.text_profile import length_result, measure_text_recall, start_profile
-    from heddle.storage.run_log import read_log, step_speed
-    from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, evaluate_extrapolation
-    from heddle.training.job import peak_process_memory
-    from heddle.training.loop import train
-    from heddle.training.step import recent_router_summary
-
     job, corpus = _text_job(task)
     settings, profile = job.settings, start_profile(corpus, job.settings.sequence_length)
     trained = train(replace(job, observer=profile.add))
@@ -375,12 +356,6 @@ def end_at(curve: Sequence[tuple[int, float]], final: float) -> list[tuple[int, 
 
 def _calibrate(task: dict[str, Any]) -> dict[str, Any]:
     """Seconds of one training step: the median of a few steps on random tokens, on a model that is thrown away."""
-    from heddle.distributed.ranks import ONE_PROCESS
-    from heddle.lab.compare.speed import RandomText, time_training_steps
-    from heddle.model.load_config import load_config
-    from heddle.training.job import TrainingJob
-    from heddle.training.settings import Settings
-
     runtime, settings, config = _set_up(task), Settings(**task["settings"]), load_config(task["design"])
     job = TrainingJob(
         config=config,
@@ -400,10 +375,6 @@ def _loss(task: dict[str, Any]) -> dict[str, Any]:
 
     A request with a "trunk" names the folder of the steps before the decay; "previous" names a shorter trunk's folder.
     """
-    from heddle.lab.compare.branch import train_branch
-    from heddle.storage.run_log import read_log
-    from heddle.training.loop import train
-
     job, _ = _text_job(task)
     trunk, previous = (None if task.get(key) is None else Path(task[key]) for key in ("trunk", "previous"))
     trained = train(job) if trunk is None else train_branch(job, trunk, previous)
@@ -422,13 +393,6 @@ def _recall(task: dict[str, Any]) -> dict[str, Any]:
 
     Like any run it saves checkpoints, and resumes after an interrupt.
     """
-    from heddle.lab.compare.probes import RECALL_PROBES
-    from heddle.lab.compare.results import ProbeResult, plain
-    from heddle.model.load_config import load_config
-    from heddle.storage.run_log import read_log
-    from heddle.training.job import TrainingJob
-    from heddle.training.loop import train
-
     runtime, probe = _set_up(task), RECALL_PROBES[task["probe"]]
     job = TrainingJob(
         config=probe.small_copy(load_config(task["design"])),
@@ -456,15 +420,10 @@ def _recall(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _speed(task: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    from heddle.lab.compare.speed import measure_speeds, read_rate, time_training_steps
-
     job, _ = _text_job(task)
     settings = job.settings
     rates = [settings.tokens_per_step / seconds for seconds in time_training_steps(job)]
-    dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
-    speeds = measure_speeds(job.config, task["speed_contexts"], job.device, dtype)
+    speeds = measure_speeds(job.config, task["speed_contexts"], job.device, dtype_of(settings.precision))
     read = [(0, [read_rate(job.device)])]
     return {"status": "done", "train": [(settings.sequence_length, rates)], **speeds, "read": read}
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -398,15 +398,12 @@ def find_rungs(scales: Sequence[DesignScale], sizes: Sequence[float]) -> dict[st
 def equal_rungs(rungs: dict[str, list[Rung]]) -> list[str]:
     """A sentence for each pair of designs that become the same at some width."""
     sentences = []
-    names = list(rungs)
-    for index, name in enumerate(names):
-        for other in names[index + 1 :]:
-            shared = [rung.width for rung in rungs[name] if any(rung.config == each.config for each in rungs[other])]
-            if shared:
-                widths = ", ".join(map(str, shared))
-                sentences.append(
-                    f"{name} and {other} are the same design at width {widths}, which has too few heads to differ in."
-                )
+    for (name, own), (other, others) in combinations(rungs.items(), 2):
+        widths = ", ".join(str(rung.width) for rung in own if any(rung.config == each.config for each in others))
+        if widths:
+            sentences.append(
+                f"{name} and {other} are the same design at width {widths}, which has too few heads to differ in."
+            )
     return sentences
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from heddle.errors import DataError
+from heddle.lab.compare.statistics import CONFIDENCE
 from heddle.lab.ladder.fit import MAX_EXTRAPOLATION, MIN_SIZES, Array, LadderFit, SizeLosses, fit_ladder
 from heddle.lab.ladder.results import BestSize, Crossing, EqualLoss, FormPrediction, HeldOut, Prediction
 
-CONFIDENCE = 0.95
 GRID_POINTS = 121  # sizes or costs, evenly in log
 SMALL_SHARE = (1 - CONFIDENCE) / 2  # of the draws: anything rarer is ruled out
 

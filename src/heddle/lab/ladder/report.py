@@ -12,12 +12,11 @@ import torch
 
 from heddle import __version__
 from heddle.errors import ConfigError, DataError
-from heddle.lab.compare.statistics import t_quantile
+from heddle.lab.compare.statistics import CONFIDENCE, t_quantile
 from heddle.lab.compare.tables import NO_VALUE, TextTable, format_bits, format_number, format_percent, join_names
 from heddle.lab.ladder.fit import LOG_QUADRATIC, MAX_EXTRAPOLATION, LadderFit, SizeLosses, too_few_points
-from heddle.lab.ladder.plan import Rung, equal_rungs
+from heddle.lab.ladder.plan import equal_rungs
 from heddle.lab.ladder.predictions import (
-    CONFIDENCE,
     FLOPS_FACTOR,
     LadderPoints,
     best_size,
@@ -415,11 +414,8 @@ def _costs(ladder: "Ladder", name: str, tokens_per_parameter: float) -> tuple[li
             break
         if larger.parameters > rungs[-1].parameters:
             rungs.append(larger)
-    return [rung.parameters for rung in rungs], [_cost(rung, tokens_per_parameter) for rung in rungs]
-
-
-def _cost(rung: Rung, tokens_per_parameter: float) -> float:
-    return TRAINING_FACTOR * rung.flops_per_token * tokens_per_parameter * rung.parameters
+    costs = [TRAINING_FACTOR * rung.flops_per_token * tokens_per_parameter * rung.parameters for rung in rungs]
+    return [rung.parameters for rung in rungs], costs
 
 
 def _law_parameters(fit: LadderFit, name: str) -> dict[str, tuple[float, float, float] | None]:

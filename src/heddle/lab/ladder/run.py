@@ -103,16 +103,14 @@ class Ladder:
         So if time runs out, as many sizes as possible have a loss. The runs of a wave may run at the same time; longer
         branches continue the trunks of shorter ones, so each number of tokens is a wave of its own.
         """
-        runs = [run for same_size in zip(*map(self._runs_of, self.rungs), strict=True) for run in same_size]
+        names, sizes = list(self.rungs), zip(*self.rungs.values(), strict=True)
+        runs = [run for same_size in sizes for run in zip(names, same_size, strict=True)]
         waves = [
             [(name, rung, ratio, seed) for name, rung in runs]
             for seed in range(self.plan.seeds)
             for ratio in self.ratios
         ]
         return waves if self.plan.settings.shares_trunk else [[run for wave in waves for run in wave]]
-
-    def _runs_of(self, name: str) -> list[tuple[str, Rung]]:
-        return [(name, rung) for rung in self.rungs[name]]
 
     @property
     def finished(self) -> tuple[int, int]:
@@ -345,7 +343,9 @@ def time_steps(ladder: Ladder) -> StepTimes:
         seconds = time.monotonic() - began
     ends: dict[str, list[tuple[float, float]]] = {name: [] for name in ladder.rungs}
     for (name, rung), result in zip(tasks.values(), results, strict=True):
-        ends[name].append((rung.flops_per_token, _seconds_per_step(result)))
+        if result["status"] != "done":
+            raise MachineError(f"{result['message']}; the ladder cannot be estimated")
+        ends[name].append((rung.flops_per_token, float(result["seconds_per_step"])))
     timed = sum(result.get("timed_seconds", 0.0) for result in results)
     return StepTimes(ends, max(0.0, (seconds * ladder.workers.count - timed) / len(tasks)))
 
@@ -361,9 +361,3 @@ def ladder_seconds(ladder: Ladder, times: StepTimes) -> float:
                 heapq.heapreplace(ends, ends[0] + seconds)
         end = max(ends)
     return end
-
-
-def _seconds_per_step(result: Mapping[str, Any]) -> float:
-    if result["status"] != "done":
-        raise MachineError(f"{result['message']}; the ladder cannot be estimated")
-    return float(result["seconds_per_step"])

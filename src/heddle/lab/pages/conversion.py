@@ -61,10 +61,18 @@ from heddle.lab.pages.figures import (
     named_axis,
     value_range,
 )
-from heddle.lab.pages.render import COLOR_COUNT, DASHES, MARKERS, DesignStyle, render_figures
-from heddle.lab.pages.report import Bar, DifferenceCell, difference_cell, interval_scale
+from heddle.lab.pages.render import BASELINE_STYLE, COLOR_COUNT, MARKERS, DesignStyle, numbered_style, render_figures
+from heddle.lab.pages.report import WRITE_REMEDY, Bar, DifferenceCell, difference_cell, interval_scale
 from heddle.lab.pages.search import frontier_figure, search_context
-from heddle.lab.pages.sections import HeatCell, HeatMap, with_range
+from heddle.lab.pages.sections import (
+    HeatCell,
+    HeatMap,
+    accuracy_heat,
+    difference_rows,
+    frequency_columns,
+    heat_of,
+    with_range,
+)
 from heddle.storage.file_io import write_file
 from heddle.training.evaluation.scores import FiniteScores, finite_ratio
 
@@ -88,11 +96,10 @@ class ModelRow:
 def model_styles(results: ConversionResults) -> dict[str, DesignStyle]:
     """The style of each model by its name: a color and a marker for each method, dashed before healing."""
     methods = list(dict.fromkeys(model.method for model in results.converted_models))
-    styles = {results.original.name: DesignStyle("series-0", DASHES[0], MARKERS[0])}
+    styles = {results.original.name: BASELINE_STYLE}
     for model in results.converted_models:
-        index = methods.index(model.method)
         dash = "solid" if model.stage == HEALED else "dash"
-        styles[model.name] = DesignStyle(f"series-{1 + index % COLOR_COUNT}", dash, MARKERS[(index + 1) % len(MARKERS)])
+        styles[model.name] = numbered_style(methods.index(model.method), dash)
     return styles
 
 
@@ -101,10 +108,7 @@ def line_styles(results: ConversionResults, models: Iterable[ModelResult]) -> di
     styles, lines = model_styles(results), dict[str, DesignStyle]()
     for model in models:
         style = styles[model.name]
-        others = (
-            replace(style, color=f"series-{1 + index % COLOR_COUNT}", marker=MARKERS[(index + 1) % len(MARKERS)])
-            for index in range(COLOR_COUNT * len(MARKERS))
-        )
+        others = (numbered_style(index, style.dash) for index in range(COLOR_COUNT * len(MARKERS)))
         lines[model.name] = next(look for look in (style, *others) if look not in lines.values())
     return lines
 
@@ -171,9 +175,6 @@ def _percent(value: float | None, values: Sequence[float]) -> float | None:
 # The tables of a conversion's page: formatted values for the templates, without HTML.
 
 
-HEAT = 55  # the strongest background, in percent
-
-
 def sweep_table(results: ConversionResults) -> TextTable:
     """A row for each conversion: its state, and the loss that it adds before and after healing."""
     healed = {_conversion_of(model): model for model in results.models if model.stage == HEALED}
@@ -210,8 +211,7 @@ def position_table(results: ConversionResults) -> HeatMap:
 def frequency_table(results: ConversionResults) -> HeatMap | None:
     """Loss by frequency of the token; None if it was not measured."""
     count = len(results.original.frequencies)
-    columns = ["most frequent", *map(str, range(2, count)), "rarest"][:count]
-    title = "bits per byte, tokens by frequency"
+    title, columns = "bits per byte, tokens by frequency", frequency_columns(count)
     return _profile_table(results, title, columns, lambda model: model.frequencies) if count else None
 
 
@@ -224,15 +224,8 @@ def _profile_table(
         model.name: [difference(*pair) for pair in zip(scores_of(model), original, strict=True)]
         for model in results.converted_models
     }
-    largest = max((abs(each.mean) for row in changes.values() for each in row if each.mean is not None), default=0.0)
-    rows = [(results.original.name, [HeatCell(format_bits(finite_ratio(scores)), 0) for scores in original])]
-    for name, row in changes.items():
-        cells = []
-        for change in row:
-            heat = max(0.0, change.mean or 0.0) / largest * HEAT if largest > 0 else 0.0
-            cells.append(HeatCell(format_difference(change), heat, (describe_change(change),)))
-        rows.append((name, cells))
-    return HeatMap([title], columns, rows)
+    losses = [HeatCell(format_bits(finite_ratio(scores))) for scores in original]
+    return HeatMap([title], columns, [(results.original.name, losses), *difference_rows(changes, describe_change)])
 
 
 def layer_tables(results: ConversionResults) -> list[HeatMap]:
@@ -243,7 +236,7 @@ def layer_tables(results: ConversionResults) -> list[HeatMap]:
         errors = {model.name: [getattr(error, title) for error in model.layer_errors] for model in compared}
         largest = max((error for row in errors.values() for error in row if error is not None), default=0.0)
         rows = [
-            (name, [HeatCell(format_percent(e), HEAT * (e or 0.0) / largest if largest else 0.0) for e in row])
+            (name, [HeatCell(format_percent(error), heat_of(error, largest)) for error in row])
             for name, row in errors.items()
         ]
         depth = max((len(row) for row in errors.values()), default=0)
@@ -280,16 +273,13 @@ def needle_table(results: ConversionResults) -> HeatMap:
         chance = chance_accuracy(model) or 0.0
         cells = []
         for needle in hidden_needles(model):
-            accuracy = finite_ratio(needle.correct)
-            above = 0.0 if accuracy is None or chance >= 1 else max(0.0, (accuracy - chance) / (1 - chance))
-            cells.append(
-                HeatCell(format_percent(accuracy), HEAT * above, (f"{format_bits(finite_ratio(needle.losses))} bits",))
-            )
+            accuracy, note = finite_ratio(needle.correct), f"{format_bits(finite_ratio(needle.losses))} bits"
+            cells.append(HeatCell(format_percent(accuracy), accuracy_heat(accuracy, chance), (note,)))
         gain = needle_gain(model)
         half = half_width(gain)
         text = NO_VALUE if gain.mean is None else format_signed_percent(gain.mean)
         note = "" if half is None else f"± {100 * half:.1f} %"
-        cells += [HeatCell(format_percent(chance_accuracy(model)), 0), HeatCell(text, 0, (note,))]
+        cells += [HeatCell(format_percent(chance_accuracy(model))), HeatCell(text, notes=(note,))]
         rows.append((model.name, cells))
     columns = [*(f"depth {depth:.0%}" for depth in depths if depth is not None), "without it", "gain"]
     return HeatMap(["correct tokens"], columns, rows)
@@ -507,12 +497,11 @@ def _model_figure(
 
 
 PAGE_FILE = "convert.html"
-REMEDY = "free some space or choose another folder"
 
 
 def write_conversion_page(results: ConversionResults, folder: Path) -> Path:
     """Write convert.html into a folder atomically; return its path. Raises MachineError."""
-    write_file(folder / PAGE_FILE, conversion_page(results), REMEDY)
+    write_file(folder / PAGE_FILE, conversion_page(results), WRITE_REMEDY)
     return folder / PAGE_FILE
 
 

@@ -97,9 +97,13 @@ def byte_axis(title: str, values: Iterable[float]) -> dict[str, Any]:
     steps = (1,) if high - low > 2.5 else (1, 2, 5)
     ticks = [step * 10.0**power for power in range(math.floor(low), math.ceil(high)) for step in steps]
     ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
-    # ticks are round numbers: "10 MB", not "10.0 MB"
-    labels = [format_number(tick, "B").replace(".00", "").replace(".0", "") for tick in ticks]
+    labels = [round_number(tick, "B") for tick in ticks]
     return axis(title) | {"type": "log", "tickvals": ticks, "ticktext": labels, "range": [low, high]}
+
+
+def round_number(value: float, unit: str = "") -> str:
+    """A tick that is a round number: "10 MB", not "10.0 MB"."""
+    return format_number(value, unit).replace(".00", "").replace(".0", "")
 
 
 def base_layout(x_axis: dict[str, Any], y_axis: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from heddle.lab.compare.tables import format_bits, format_number
 from heddle.lab.ladder import report as tables
 from heddle.lab.ladder.report import format_power, ratios_text
 from heddle.lab.ladder.results import CurvePoint, LadderDesign, LadderReport, SizeResult
-from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure, log_range, value_range
+from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure, log_range, round_number, value_range
 from heddle.lab.pages.render import design_styles, render_figures
 
 # The figures of a ladder: loss over size and over training FLOPs, both axes logarithmic, with curves and intervals.
@@ -27,7 +27,7 @@ def size_figure(report: LadderReport) -> Figure:
 
     designs = [replace(design, rungs=list(filter(is_compared, design.rungs))) for design in report.designs]
     title = "parameters that act on a token"
-    return _ladder_figure(replace(report, designs=designs), lambda point: point.parameters, title, _size_text)
+    return _ladder_figure(replace(report, designs=designs), lambda point: point.parameters, title, round_number)
 
 
 def cost_figure(report: LadderReport) -> Figure:
@@ -90,11 +90,6 @@ def _log_ticks(low: float, high: float) -> list[float]:
         if len(ticks) <= MAX_TICKS:
             return ticks
     return ticks[:: -(-len(ticks) // MAX_TICKS)]
-
-
-def _size_text(value: float) -> str:
-    """Ticks are round numbers: "10 k", not "10.0 k"."""
-    return format_number(value).replace(".00", "").replace(".0", "")
 
 
 def _power_of_ten(value: float) -> str:

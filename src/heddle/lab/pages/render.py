@@ -160,15 +160,20 @@ class DesignStyle:
         return " ".join(points)
 
 
+BASELINE_STYLE = DesignStyle("series-0", DASHES[0], MARKERS[0])
+
+
+def numbered_style(index: int, dash: str) -> DesignStyle:
+    """The style of a line beside the baseline's, by its number from 0: its color and its marker."""
+    return DesignStyle(f"series-{1 + index % COLOR_COUNT}", dash, MARKERS[(index + 1) % len(MARKERS)])
+
+
 def design_styles(names: Sequence[str], baseline: str) -> dict[str, DesignStyle]:
     """The style of each design by its name; the baseline always has the ink color, a solid line and circles."""
     others = [name for name in names if name != baseline]
-    styles = {baseline: DesignStyle("series-0", DASHES[0], MARKERS[0])}
-    for index, name in enumerate(others):
-        # 6 colors, 5 dashes and 8 markers change together: no two of 30 designs share both color and dash
-        dash, marker = DASHES[(index + 1) % len(DASHES)], MARKERS[(index + 1) % len(MARKERS)]
-        styles[name] = DesignStyle(f"series-{1 + index % COLOR_COUNT}", dash, marker)
-    return styles
+    # 6 colors, 5 dashes and 8 markers change together: no two of 30 designs share both color and dash
+    styles = {name: numbered_style(index, DASHES[(index + 1) % len(DASHES)]) for index, name in enumerate(others)}
+    return {baseline: BASELINE_STYLE} | styles
 
 
 def report_styles(report: Report) -> dict[str, DesignStyle]:

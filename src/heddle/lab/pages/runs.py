@@ -11,7 +11,7 @@ from typing import Any
 from heddle.errors import ConfigError
 from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure, plotly_text, value_range
 from heddle.lab.pages.render import DesignStyle, design_styles, render_figures
-from heddle.lab.pages.sections import ExpertLoads, expert_cards
+from heddle.lab.pages.sections import expert_cards
 from heddle.lab.runs import RunSummary, WatchedRun, reading_note, smoothed
 from heddle.progress import format_duration
 from heddle.storage.file_io import write_file
@@ -143,7 +143,7 @@ def watch_page(runs: Sequence[WatchedRun], revision: int | None = None, scripts:
         charts=[(title, note) for title, note, _ in charts],
         max_lines=MAX_WATCHED_LINES,
         hidden=len(readable) - len(shown),
-        experts=[card for run in shown for card in _experts(run)],
+        experts=expert_cards([(run.name, [run.experts]) for run in shown if run.experts is not None]),
         left={run.name: "" if run.seconds_left is None else format_duration(run.seconds_left) for run in readable},
     )
 
@@ -194,7 +194,3 @@ def _after_the_start(series: Series, last: int) -> Series:
     """The values after the first tenth, so that the steep start does not flatten the rest."""
     later = [value for value in series.values if value.x > START * last]
     return replace(series, values=later) if len(later) >= MIN_POINTS else series
-
-
-def _experts(run: WatchedRun) -> list[tuple[str, list[ExpertLoads]]]:
-    return [] if run.experts is None else expert_cards([(run.name, [run.experts])])

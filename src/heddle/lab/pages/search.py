@@ -8,10 +8,9 @@ from typing import Any
 from heddle.lab.compare.tables import TextTable, format_context, format_percent, format_rate, format_signed
 from heddle.lab.pages.figures import Figure, Series, Value, axis, line_figure, log_range
 from heddle.lab.pages.render import DASHES, MARKERS, DesignStyle
-from heddle.lab.pages.sections import HeatCell, HeatMap
+from heddle.lab.pages.sections import HeatCell, HeatMap, frequency_columns, heat_of
 from heddle.lab.search.results import FrontierPoint, Interval, SearchResults, WholeModel
 
-MAP_HEAT = 55  # percent, of the largest value of a map
 LEAST_KL = 1e-6  # of the map's colors, which follow the logarithm
 COSTS = {"reads": "bytes read per token", "flops": "FLOPs"}  # others are named as they are
 Row = Sequence[Interval | None]
@@ -71,15 +70,15 @@ def score_map(results: SearchResults) -> HeatMap:
     largest = math.log(max((score.kl for score in results.scores), default=1.0) / LEAST_KL + 1) or 1.0
     rows = []
     for layer, chosen in enumerate(results.chosen):
-        cells = [HeatCell("–", 0.0, ("chosen",) if not chosen else ())]
+        cells = [HeatCell("–", notes=("chosen",) if not chosen else ())]
         for target in results.targets:
             score = by_place.get((layer, target))
             if score is None:
-                cells.append(HeatCell("", 0.0))
+                cells.append(HeatCell(""))
                 continue
             notes = (f"± {score.high - score.kl:.2g}", *(("chosen",) if chosen == target else ()))
-            heat = MAP_HEAT * math.log(max(score.kl, 0.0) / LEAST_KL + 1) / largest
-            cells.append(HeatCell(f"{score.kl:.2g}", max(0.0, heat), notes))
+            heat = heat_of(math.log(max(score.kl, 0.0) / LEAST_KL + 1), largest)
+            cells.append(HeatCell(f"{score.kl:.2g}", heat, notes))
         rows.append((f"layer {layer}", cells))
     return HeatMap(
         ["KL, nats per token"], ["not replaced", *(target.replace(",", ", ") for target in results.targets)], rows
@@ -154,7 +153,6 @@ def lost_maps(results: SearchResults) -> list[HeatMap]:
     for name, model in named.items():
         if any(model.choice) and all(model.choice != other.choice for other in models.values()):
             models[f"chosen: {name}" if model.choice == results.chosen else name] = model
-    groups = len(results.frontier[0].frequencies)
     parts: list[tuple[str, list[str], dict[str, Row]]] = [
         (
             "bits per byte added at position",
@@ -163,7 +161,7 @@ def lost_maps(results: SearchResults) -> list[HeatMap]:
         ),
         (
             "bits per byte added, tokens by frequency",
-            ["most frequent", *map(str, range(2, groups)), "rarest"][:groups],
+            frequency_columns(len(results.frontier[0].frequencies)),
             {name: model.frequencies for name, model in models.items()},
         ),
     ]
@@ -172,7 +170,7 @@ def lost_maps(results: SearchResults) -> list[HeatMap]:
         columns = [f"depth {depth:.0%}" for depth in results.recall.depths]
         accuracies = {"MODEL": results.recall.accuracy, **{name: model.recall for name, model in models.items()}}
         rows = [
-            (name, [HeatCell(format_percent(each), MAP_HEAT * each) for each in row])
+            (name, [HeatCell(format_percent(each), heat_of(each, 1.0)) for each in row])
             for name, row in accuracies.items()
         ]
         maps.append(HeatMap([f"correct tokens of needles in {results.recall.length:,}"], columns, rows))
@@ -181,18 +179,13 @@ def lost_maps(results: SearchResults) -> list[HeatMap]:
 
 def _lost_map(title: str, columns: list[str], values: dict[str, Row]) -> HeatMap:
     largest = max((each[0] for row in values.values() for each in row if each is not None), default=0.0)
-    rows = []
-    for name, row in values.items():
-        cells = []
-        for each in row:
-            heat = 0.0 if each is None or largest <= 0 else MAP_HEAT * max(0.0, each[0]) / largest
-            cells.append(
-                HeatCell("", 0.0)
-                if each is None
-                else HeatCell(format_signed(each[0]), heat, (f"±\u00a0{each[1]:.3f}",))
-            )
-        rows.append((name, cells))
-    return HeatMap([title], columns, rows)
+
+    def cell(each: Interval | None) -> HeatCell:
+        if each is None:
+            return HeatCell("")
+        return HeatCell(format_signed(each[0]), heat_of(each[0], largest), (f"±\u00a0{each[1]:.3f}",))
+
+    return HeatMap([title], columns, [(name, list(map(cell, row))) for name, row in values.items()])
 
 
 def measured_table(results: SearchResults) -> TextTable:

@@ -1,7 +1,7 @@
 """The data of the report's sections below the summary: formatted values for the templates, without HTML."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,8 @@ from heddle.lab.pages.report_figures import mean_curve, profile_figure
 from heddle.training.step import average_router_summaries
 
 MAX_CURVE_COLUMNS = 8
-# the strongest background of a heat map's cell, in percent; with more the text is hard to read
-RECALL_HEAT, INTERACTION_HEAT = 55, 45
+# the strongest color of a heat map's cell, in percent; with more the text is hard to read
+HEAT, INTERACTION_HEAT = 55, 45
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class HeatCell:
     """A cell of a heat map. heat: the strength of its color, in percent; notes: small lines below the text."""
 
     text: str
-    heat: float
+    heat: float = 0.0
     notes: tuple[str, ...] = ()
 
 
@@ -69,6 +69,33 @@ class HeatMap:
     titles: list[str]
     columns: list[str]
     rows: list[tuple[str, list[HeatCell]]]
+
+
+def heat_of(value: float | None, largest: float) -> float:
+    """The heat of a cell in proportion to its value; the largest value has the strongest color, and none below 0."""
+    return HEAT * max(0.0, value or 0.0) / largest if largest > 0 else 0.0
+
+
+def accuracy_heat(accuracy: float | None, chance: float) -> float:
+    """The heat of an accuracy: the further above guessing, the stronger."""
+    return heat_of(None if accuracy is None else accuracy - chance, 1 - chance)
+
+
+def difference_rows(
+    differences: Mapping[str, Sequence[Difference]], note: Callable[[Difference], str] | None = None
+) -> list[tuple[str, list[HeatCell]]]:
+    """A row for each name; the stronger the color, the further above 0. note: below a difference."""
+    largest = max((abs(each.mean or 0.0) for row in differences.values() for each in row), default=0.0)
+
+    def cell(each: Difference) -> HeatCell:
+        return HeatCell(format_difference(each), heat_of(each.mean, largest), (note(each),) if note else ())
+
+    return [(name, list(map(cell, row))) for name, row in differences.items()]
+
+
+def frequency_columns(count: int) -> list[str]:
+    """The names of groups of tokens by frequency."""
+    return ["most frequent", *map(str, range(2, count)), "rarest"][:count]
 
 
 def overview_tables(report: Report) -> dict[str, list[TextTable]]:
@@ -195,11 +222,11 @@ def recall_rows(report: Report) -> HeatMap:
     probes = report.recall
     rows = []
     for design in report.designs:
-        cells = []
-        for name, probe in probes.items():
-            accuracy = recall_accuracy(design, name)
-            above = 0.0 if accuracy is None else max(0.0, (accuracy - probe.chance) / (1 - probe.chance))
-            cells.append(HeatCell(format_percent(accuracy), RECALL_HEAT * above))
+        accuracies = {name: recall_accuracy(design, name) for name in probes}
+        cells = [
+            HeatCell(format_percent(accuracy), accuracy_heat(accuracy, probes[name].chance))
+            for name, accuracy in accuracies.items()
+        ]
         rows.append((design.name, cells))
     return HeatMap(["correct answers"], [probe.title for probe in probes.values()], rows)
 
@@ -249,9 +276,6 @@ def difference_methods(report: Report) -> list[tuple[str, str]]:
 
 
 # The data of the report's sections on recall and on the loss by position and frequency, without HTML.
-
-
-PROFILE_HEAT = 55  # the strongest background of a cell, in percent
 
 
 @dataclass(frozen=True)
@@ -338,20 +362,10 @@ def profile_cards(report: Report) -> list[ProfileCard]:
 
 def profile_map(report: Report, name: str, columns: Sequence[str]) -> HeatMap:
     """The baseline's loss in each group, and the others' differences from it; the stronger the color, the worse."""
-    rows: list[tuple[str, list[HeatCell]]] = []
-    measured = [design for design in report.designs if design.profile(name)]
-    largest = max((abs(row.difference.mean or 0.0) for each in measured for row in each.profile(name)), default=0.0)
-    for design in sorted(measured, key=lambda design: design.name != report.baseline):
-        cells = []
-        for row in design.profile(name):
-            if design.name == report.baseline:
-                cells.append(HeatCell(format_bits(row.bits_per_byte), 0))
-                continue
-            mean = row.difference.mean or 0.0
-            heat = PROFILE_HEAT * max(0.0, mean) / largest if largest else 0.0
-            cells.append(HeatCell(format_difference(row.difference), heat))
-        rows.append((design.name, cells))
-    return HeatMap(["bits per byte"], list(columns), rows)
+    profiles = {design.name: design.profile(name) for design in report.designs if design.profile(name)}
+    losses = [HeatCell(format_bits(row.bits_per_byte)) for row in profiles.pop(report.baseline, ())]
+    others = difference_rows({each: [row.difference for row in profile] for each, profile in profiles.items()})
+    return HeatMap(["bits per byte"], list(columns), [(report.baseline, losses), *others] if losses else others)
 
 
 # The data of the report's section on mixtures of experts: how often each expert was chosen.

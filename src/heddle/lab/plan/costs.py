@@ -34,7 +34,7 @@ from heddle.torch_private import TorchDispatchMode, operator_name, storage_key
 # A stand-in for the fused attention of a GPU: it saves what the kernel saves, and computes nothing.
 
 
-BACKWARD_PRODUCTS = 2.5  # FLOPs of the backward over the forward pass: scores are recomputed
+BACKWARD_ATTENTION = 2.5  # FLOPs of the backward over the forward pass: scores are recomputed
 
 
 class AttentionShapes(TorchFunctionMode):
@@ -69,7 +69,7 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.note(None, BACKWARD_PRODUCTS * ctx.flops)
+        ctx.note(None, BACKWARD_ATTENTION * ctx.flops)
         return *(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None, None
 
 
@@ -131,7 +131,6 @@ class ModelCost:
 
 @dataclass
 class _LayerTrace:
-    flops: int = 0
     saved: dict[int, tuple[int, Any]] = field(default_factory=dict)
     products: list[int] = field(default_factory=list)
     attention_bytes: int = 0
@@ -148,9 +147,7 @@ class _LayerTrace:
 
 def model_cost(config: ModelConfig, sequence_length: int) -> ModelCost:
     """Measure a design for sequences of `sequence_length` tokens. Raises ConfigError for one with an encoder."""
-    if config.encoder is not None or config.vocab_size is None:
-        reason = "vocab_size: is missing" if config.vocab_size is None else "encoder: a plan covers decoders only"
-        raise ConfigError(f"{reason}; give a design without an encoder and with a vocab_size")
+    vocab_size = check_decoder(config, "a plan")
     model = build_distinct_layers(config, torch.bfloat16)
     parameters, active = parameter_counts(model)
     flops, other_flops = layer_flops(model, sequence_length, training=True)
@@ -183,16 +180,19 @@ def model_cost(config: ModelConfig, sequence_length: int) -> ModelCost:
         active_parameters=active,
         root_parameters=parameters - in_layers,
         head_flops=other_flops,
-        vocab_size=config.vocab_size,
+        vocab_size=vocab_size,
         width=config.width,
         sequence_length=sequence_length,
         multi_token_parameters=parameter_count(model.multi_token),
     )
 
 
-def _row(sequence_length: int) -> tuple[Tensor, Layout]:
-    tokens = torch.zeros(1, sequence_length, dtype=torch.int64, device="meta")
-    return tokens, Layout.causal(1, sequence_length, device="meta")
+def check_decoder(config: ModelConfig, what: str) -> int:
+    """The vocabulary of a design; raises ConfigError for one with an encoder or without a vocabulary size."""
+    if config.encoder is not None or config.vocab_size is None:
+        reason = "vocab_size: is missing" if config.vocab_size is None else f"encoder: {what} covers decoders only"
+        raise ConfigError(f"{reason}; give a design without an encoder and with a vocab_size")
+    return config.vocab_size
 
 
 def _traces(model: Decoder, sequence_length: int) -> list[_LayerTrace]:
@@ -236,7 +236,8 @@ def _traces(model: Decoder, sequence_length: int) -> list[_LayerTrace]:
         _Products(current),
         AttentionShapes(note_attention),
     ):
-        tokens, layout = _row(sequence_length)
+        tokens = torch.zeros(1, sequence_length, dtype=torch.int64, device="meta")
+        layout = Layout.causal(1, sequence_length, device="meta")
         model.predict_ahead(model(tokens, layout)[0], tokens, layout)
     return traces
 
@@ -394,7 +395,6 @@ OPTIMIZER_BYTES = 32  # read and written for each parameter: weight, gradient, t
 # Selective recomputation recomputes every second product of a layer: k, the output and up of a Llama layer's seven,
 # which are 36 % of its FLOPs from 8B to 405B.
 _SELECTIVE = 0.35
-BACKWARD_ATTENTION = 2.5  # FLOPs of the backward over the forward pass: scores are recomputed
 
 
 @dataclass(frozen=True)

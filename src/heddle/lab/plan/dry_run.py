@@ -24,7 +24,7 @@ from heddle.data.samples import Batch
 from heddle.distributed.ranks import Ranks, as_sharded, local_part
 from heddle.distributed.sharding import Sharding, shard_model
 from heddle.errors import ConfigError
-from heddle.lab.plan.costs import AttentionShapes, Collective, RankLayout
+from heddle.lab.plan.costs import AttentionShapes, Collective, RankLayout, check_decoder
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import build
 from heddle.numerics.attention.flex import by_sdpa
@@ -400,9 +400,7 @@ def _sent(repeats: Mapping[int, int], collective: tuple[str, int], trace: StepTr
 
 
 def _check(config: ModelConfig, layout: RankLayout) -> None:
-    if config.encoder is not None or config.vocab_size is None:
-        reason = "vocab_size: is missing" if config.vocab_size is None else "encoder: a dry run covers decoders only"
-        raise ConfigError(f"{reason}; give a design without an encoder and with a vocab_size")
+    check_decoder(config, "a dry run")
     if config.multi_token is not None:
         raise ConfigError("multi_token: a dry run covers designs without modules; leave multi_token out of it")
     if layout.recompute == "selective" or layout.whole_logits or (layout.accumulation > 1 and not layout.reduce_once):

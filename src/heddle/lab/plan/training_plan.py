@@ -18,7 +18,7 @@ from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.training.settings import Design, Overrides, Settings, TrainSettings
 
 if TYPE_CHECKING:
-    from heddle.lab.plan.costs import Candidate, Plan
+    from heddle.lab.plan.costs import Candidate, Collective, Plan, RankLayout
     from heddle.model.config import ModelConfig
 
 
@@ -355,23 +355,31 @@ def _engine_facts(config: "ModelConfig", plan: "Plan", design: Any) -> list[dict
     ]
 
 
-def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None) -> dict[str, Any]:
-    layout, time = candidate.layout, candidate.time
-    causal, full = plan.utilization(candidate)
+def _layout_facts(layout: "RankLayout") -> dict[str, int]:
     return {
         "data_parallel_replicate_degree": layout.replicate,
         "data_parallel_shard_degree": layout.shard,
         "micro_batch_size": layout.rows,
         "accumulation": layout.accumulation,
+    }
+
+
+def _collective_facts(collectives: "Sequence[Collective]") -> list[dict[str, Any]]:
+    return [{"name": each.name, "ranks": each.ranks, "bytes": each.bytes} for each in collectives]
+
+
+def _candidate_facts(plan: "Plan", candidate: "Candidate", tokens: float | None) -> dict[str, Any]:
+    layout, time = candidate.layout, candidate.time
+    causal, full = plan.utilization(candidate)
+    return {
+        **_layout_facts(layout),
         "batch_size": layout.rows * layout.accumulation * layout.gpus,
         "tokens_per_step": layout.rows * layout.accumulation * layout.gpus * plan.cost.sequence_length,
         "reduce_once": layout.reduce_once,
         "recompute": layout.recompute,
         "memory": candidate.memory,
         "memory_total": candidate.bytes,
-        "collectives": [
-            {"name": each.name, "ranks": each.ranks, "bytes": each.bytes} for each in candidate.collectives
-        ],
+        "collectives": _collective_facts(candidate.collectives),
         "seconds": {
             "products": time.products,
             "attention": time.attention,
@@ -394,16 +402,13 @@ def _dry_run_facts(config: "ModelConfig", plan: "Plan") -> dict[str, Any]:
     candidate = (*plan.candidates, *leanest)[0]
     result = dry_run(config, candidate.layout, plan.cost.sequence_length)
     return {
-        "data_parallel_replicate_degree": candidate.layout.replicate,
-        "data_parallel_shard_degree": candidate.layout.shard,
-        "micro_batch_size": candidate.layout.rows,
-        "accumulation": candidate.layout.accumulation,
+        **_layout_facts(candidate.layout),
         "recompute": candidate.layout.recompute,
         "planned_memory": candidate.memory,
         "memory": dict(result.memory),
         "memory_total": sum(result.memory.values()),
         "peak": result.phase,
         "flops": result.flops,
-        "collectives": [{"name": each.name, "ranks": each.ranks, "bytes": each.bytes} for each in result.collectives],
+        "collectives": _collective_facts(result.collectives),
         "traced_layers": result.layers,
     }
