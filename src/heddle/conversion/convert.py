@@ -176,16 +176,6 @@ class Conversion:
             tokens = tokenizer.vocab_size
             raise ConfigError(f"vocab_size: {ids} is less than the tokenizer's {tokens} tokens; keep at least {tokens}")
 
-    def is_exact(self) -> bool:
-        """Whether every rewrite keeps the logits, up to rounding."""
-        weights = self.source.weights
-        for rewrite in self.rewrites:
-            rewrite.check_layers(weights.design)
-            if not rewrite.is_exact(weights.design):
-                return False
-            weights = rewrite.apply(weights, self.text)
-        return True
-
     @cached_property
     def _described(self) -> list[dict[str, Any]]:
         """Each rewrite with the hashes of the other models that it reads. Cached, since hashing reads all bytes."""

@@ -103,7 +103,7 @@ class FittedMixers(FittedRewrite, ABC):
         keep = None if self.keep is None else count_layers("keep", self.keep, len(changed))
         if text is not None:
             check_fit_text(text, design.width)
-        replaced = NewMixers(source, replace_layers(design, changed), text, self, frozenset(changed))
+        replaced = NewMixers(source, replace_layers(design, changed), text, self)
         if keep is None:
             return replaced
         assert text is not None
@@ -112,7 +112,7 @@ class FittedMixers(FittedRewrite, ABC):
         shown = ", ".join(f"layer {index} {value:.4g}" for index, value in increases.items())
         print_status(f"{self.name}: loss increase of each layer alone: {shown}; unchanged: {list(full)}")
         chosen = {index: layer for index, layer in changed.items() if index not in full}
-        return ChosenLayers(source, replace_layers(design, chosen), replaced, frozenset(chosen))
+        return ChosenLayers(source, replace_layers(design, chosen), replaced)
 
     def _changed_layers(self, design: ModelConfig) -> dict[int, LayerConfig]:
         changed: dict[int, LayerConfig] = {}
@@ -205,11 +205,10 @@ class NewMixers(ConvertedWeights):
     """
 
     def __init__(
-        self, source: Weights, design: ModelConfig, text: CalibrationText | None, rewrite: FittedRewrite,
-        changed: frozenset[int],
-    ) -> None:  # fmt: skip
+        self, source: Weights, design: ModelConfig, text: CalibrationText | None, rewrite: FittedRewrite
+    ) -> None:
         super().__init__(source, design, text)
-        self.rewrite, self.changed = rewrite, changed
+        self.rewrite = rewrite
         self.results: dict[int, FitResult] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="heddle-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -283,12 +282,12 @@ class NewMixers(ConvertedWeights):
 
 
 class ChosenLayers(ConvertedWeights):
-    """The weights of a source with some layers replaced by another design's."""
+    """The weights of a source with the changed layers of `replaced`."""
 
-    def __init__(self, source: Weights, design: ModelConfig, replaced: Weights, chosen: frozenset[int]) -> None:
+    def __init__(self, source: Weights, design: ModelConfig, replaced: Weights) -> None:
         super().__init__(source, design)
-        self.replaced, self.chosen = replaced, chosen
+        self.replaced = replaced
 
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer of the source, or the replaced one."""
-        return (self.replaced if index in self.chosen else self.source).layer(index)
+        return (self.replaced if index in self.changed else self.source).layer(index)

@@ -308,7 +308,7 @@ class _SharedHeads(ConvertedWeights):
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer with its new number of key heads."""
         layer, mixer = self.source.layer(index), self.design.layers[index].mixer
-        if mixer == self.source.design.layers[index].mixer:
+        if index not in self.changed:
             return layer
         assert isinstance(mixer, AttentionConfig)
         activations = lambda: self.activations(index)  # noqa: E731

@@ -12,7 +12,7 @@ from torch import Tensor
 from heddle.config import DesignError
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
-from heddle.model.config import LayerConfig, ModelConfig
+from heddle.model.config import LayerConfig
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
@@ -41,7 +41,7 @@ class RopeLayout(Rewrite):
         if not changed:
             reason = f"no layer has RoPE in another layout than {self.layout}; name the other layout"
             raise DesignError("position.layout", reason)
-        return _Permuted(source, replace_layers(source.design, changed), frozenset(changed))
+        return _Permuted(source, replace_layers(source.design, changed))
 
 
 def rotary_mixer(mixer: MixerConfig | None) -> RotaryMixerConfig | None:
@@ -51,10 +51,6 @@ def rotary_mixer(mixer: MixerConfig | None) -> RotaryMixerConfig | None:
 
 
 class _Permuted(ConvertedWeights):
-    def __init__(self, source: Weights, design: ModelConfig, changed: frozenset[int]) -> None:
-        super().__init__(source, design)
-        self.changed = changed
-
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer with the rotated dims of queries and keys in the other order."""
         layer = self.source.layer(index)

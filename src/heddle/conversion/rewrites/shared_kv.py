@@ -190,7 +190,7 @@ class _SharedKeys(NewMixers):
     ) -> None:  # fmt: skip
         read = {index: number for index, number in enumerate(design.kv_sources) if number is not None}
         self.sources = read if sources is None else {index: sources[index] for index in read}
-        super().__init__(source, design, text, rewrite, frozenset(self.sources))
+        super().__init__(source, design, text, rewrite)
         self.fitted, self._read = fitted, dict[int, list[Tensor]]()
 
     def new_parameters(self, index: int) -> dict[str, Tensor]:
