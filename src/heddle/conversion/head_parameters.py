@@ -270,7 +270,7 @@ def batches(activations: LayerActivations, limit: int | None = None) -> Iterator
             continue
         count = min(len(x), -(-limit // x.shape[1]))
         if count:
-            yield x[:count].double(), _row_layout(layout, slice(0, count))
+            yield x[:count].double(), rows_of(layout, slice(0, count))
         limit -= count * x.shape[1]
 
 
@@ -278,10 +278,11 @@ def _rows(activations: LayerActivations) -> Iterator[tuple[Tensor, Layout]]:
     """The same row by row, [1, T, width] each."""
     for x, layout in batches(activations):
         for row in range(len(x)):
-            yield x[row : row + 1], _row_layout(layout, slice(row, row + 1))
+            yield x[row : row + 1], rows_of(layout, slice(row, row + 1))
 
 
-def _row_layout(layout: Layout, rows: slice) -> Layout:
+def rows_of(layout: Layout, rows: slice) -> Layout:
+    """The layout of some rows."""
     return layout.map_tensors(lambda tensor: tensor[rows])
 
 

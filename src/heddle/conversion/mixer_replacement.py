@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -100,7 +99,7 @@ class FittedMixers(FittedRewrite, ABC):
         """Raises DesignError if no layer can be converted, for a feature that would be lost, or a text too short."""
         design = source.design
         changed = self._changed_layers(design)
-        keep = None if self.keep is None else count_layers("keep", self.keep, len(changed))
+        keep = None if self.keep is None else count_layers(self.keep, len(changed))
         if text is not None:
             check_fit_text(text, design.width)
         replaced = NewMixers(source, replace_layers(design, changed), text, self)
@@ -133,22 +132,35 @@ class FittedMixers(FittedRewrite, ABC):
 
 
 class MixerReplacement(FittedMixers, ABC):
-    """Attention becomes another mixer, fitted to its outputs. drop: drop features that the new mixer lacks."""
+    """Attention becomes another mixer, fitted to its outputs.
+
+    new: the config of the other mixer. drop: drop features that the new mixer lacks.
+    """
 
     convertible: ClassVar[str] = "full causal attention"
+    new: ClassVar[type[Any]]
     drop: bool = False
 
-    @abstractmethod
     def new_config(self, mixer: AttentionConfig) -> MixerConfig:
-        """The config that replaces a resolved attention config."""
+        """The config that replaces a resolved attention config: the same heads and head dims."""
+        config: MixerConfig = self.new(heads=mixer.heads, head_dim=mixer.head_dim, value_dim=mixer.value_dim)
+        return config
 
     def missing_features(self, mixer: AttentionConfig) -> list[str]:
         """The names of the mixer's features that the new mixer lacks: all but positions, which a recurrence encodes."""
         return [name for name in features(mixer) if not name.startswith("position")]
 
     def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
-        """Initial parameters, by name, that neither attention nor a new model's initialization gives."""
-        return {}
+        """Initial parameters, by name, that neither attention nor a new model's initialization gives.
+
+        A short convolution passes its input on: a quarter less error than a random one leaves.
+        """
+        convolution = getattr(mixer, "convolution", None)
+        if convolution is None:
+            return {}
+        weight = torch.zeros(convolution.weight.shape)
+        weight[:, -1] = 1.0
+        return {"convolution.weight": weight}
 
     def obstacle(self, mixer: MixerConfig | None) -> str | None:
         """Anything but causal attention without a window."""
@@ -189,13 +201,6 @@ def features(mixer: AttentionConfig) -> list[str]:
     """The names of a mixer's features that few recurrences can hold. A score bias is named by its kind."""
     names = [name for name in FEATURES if getattr(mixer, name) not in (None, False)]
     return names if mixer.position is None else [*names, f"position {mixer.position.kind}"]
-
-
-def identity_convolution(widths: Sequence[int], kernel: int) -> dict[str, Tensor]:
-    """The weight of a short convolution that passes its input on: a quarter less error than a random one leaves."""
-    weight = torch.zeros(sum(widths), kernel)
-    weight[:, -1] = 1.0
-    return {"convolution.weight": weight}
 
 
 class NewMixers(ConvertedWeights):

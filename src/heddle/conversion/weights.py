@@ -1,7 +1,8 @@
 """A design and its parameters by name, each read, or converted from another design, when it is looked up."""
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -104,6 +105,18 @@ def layer_activations(weights: "Weights", text: CalibrationText) -> Iterator[Lay
         yield activations
         streams = activations.new_streams
         layer.to("meta")
+
+
+def activations_of(
+    weights: "Weights", text: CalibrationText, layers: Collection[int], label: str
+) -> Iterator[LayerActivations]:
+    """The activations of some layers; those above the last one are not run. label: of the progress bar."""
+    last = max(layers)
+    with progress_bar(label, last + 1, "layers") as bar:
+        for activations in itertools.islice(layer_activations(weights, text), last + 1):
+            if activations.index in layers:
+                yield activations
+            bar.advance(1)
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ The rotated keys of all heads become `rope_dim` shared dims; the rest of the key
 `heddle.conversion.latent_factors`.
 """
 
-import itertools
 from collections.abc import Mapping
 from typing import Self
 
@@ -30,12 +29,12 @@ from heddle.conversion.latent_layer import (
 )
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import StateBudget
-from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights, layer_activations
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights, activations_of
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 from heddle.parts.positions.rope import RopeConfig
-from heddle.progress import print_status, progress_bar
+from heddle.progress import print_status
 
 MIN_TOKENS_PER_INPUT = 4  # tokens to calibrate on, for each dim of the width
 
@@ -138,15 +137,10 @@ class LatentAttentionReplacement(Rewrite):
     def _plans(self, source: Weights, text: CalibrationText, mixers: Mixers) -> dict[int, LatentPlan]:
         """Measure the layers one by one, and choose the sizes of each."""
         curves = []
-        last = max(mixers)
-        with progress_bar("measuring", last + 1, "layers") as bar:
-            for activations in itertools.islice(layer_activations(source, text), last + 1):
-                if activations.index in mixers:
-                    mixer = mixers[activations.index]
-                    factors, statistics = measure_layer(mixer, activations, source.layer(activations.index))
-                    dims = self._rope_dims(mixer)
-                    curves.append(measure_losses(factors, statistics, dims, self.fold, self.exportable))
-                bar.advance(1)
+        for activations in activations_of(source, text, mixers, "measuring"):
+            mixer = mixers[activations.index]
+            factors, statistics = measure_layer(mixer, activations, source.layer(activations.index))
+            curves.append(measure_losses(factors, statistics, self._rope_dims(mixer), self.fold, self.exportable))
         if self.kv_rank is not None:
             plans = [layer[0].plan(self.kv_rank + 2 * sum(layer[0].counts)) for layer in curves]
         else:

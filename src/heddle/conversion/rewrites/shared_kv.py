@@ -76,7 +76,7 @@ class SharedKV(FittedRewrite):
         if self.keep is None and self.state_budget is None:
             return _SharedKeys(source, _sharing(design, self._named(kinds)), text, self)
         possible = [index for same in kinds.values() for index in same[1:]]
-        keep = None if self.keep is None else count_layers("keep", self.keep, len(possible))
+        keep = None if self.keep is None else count_layers(self.keep, len(possible))
         alone = _SharedKeys(source, _sharing(design, possible), text, self, _previous(kinds))
         added = replacement_losses(source, text, alone.replacement)
         own = self._budgeted(design, added) if keep is None else top_layers(added, keep)
