@@ -17,8 +17,7 @@ import heddle
 from heddle.cli.main import run_command
 from heddle.config import kind_class, kinds, parse_config
 from heddle.errors import ConfigError
-from heddle.lab.conformance.page import conformance_page
-from heddle.lab.conformance.run import NOT_SEEN, PROPERTIES, RIGHT, WRONG, Finding
+from heddle.lab.conformance.run import NOT_SEEN, PROPERTIES, RIGHT, WRONG, Finding, conformance_page
 from heddle.lab.explore.choices import SLOTS, published_designs
 from heddle.lab.explore.page import explorer_page
 from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page
