@@ -557,13 +557,13 @@ class TransformersModel(Model):
         if way in ("cut", "rollback"):
             found: list[Answer] = []
             cache = start
-            for tokens, keep, row in requests(case, rows):
+            for piece, keep, row in requests(case, rows):
                 if found and way == "rollback":
                     try:
                         next(iter(cache.values())).crop(case["keep"] - case["read"])
                     except (AttributeError, RuntimeError, ValueError) as error:
                         raise NotSeenError(f"its cache cannot be cropped ({shorten(str(error), 80)})") from None
-                result = self._run(tokens, keep, use_cache=True, **cache)
+                result = self._run(piece, keep, use_cache=True, **cache)
                 cache = self._cache(result)
                 found.append(Answer(row, keep, result.logits[0]))
             return found
