@@ -17,7 +17,7 @@ from torch import Tensor
 from heddle.config import DesignError, PositiveFloat, PositiveInt
 from heddle.conversion.branches import layer_modules
 from heddle.conversion.fit import OUTPUT_ERROR, FitError, FitResult, check_fit_text, fit_mixer
-from heddle.conversion.head_parameters import repeat_key_heads
+from heddle.conversion.head_parameters import head_sizes, repeat_key_heads
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, replacement_losses, top_layers
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights
@@ -180,8 +180,7 @@ class MixerReplacement(FittedMixers, ABC):
         """The parameters copied from attention, with key and value heads repeated for the queries."""
         config = source.design.layers[index].mixer
         assert isinstance(config, AttentionConfig)
-        assert config.kv_heads is not None
-        layer = repeat_key_heads(source.layer(index), config, config.heads // config.kv_heads)
+        layer = repeat_key_heads(source.layer(index), config, config.heads // head_sizes(config)[0])
         old = {name.removeprefix("mixer."): value for name, value in layer.items()}
         shapes = {name: parameter.shape for name, parameter in mixer.named_parameters()}
         same = {name: value for name, value in old.items() if shapes.get(name) == value.shape}

@@ -19,6 +19,7 @@ from heddle.conversion.head_parameters import (
     Parameters,
     batches,
     build_mixer,
+    head_sizes,
     repeat_key_heads,
     text_statistics,
     weight_statistics,
@@ -202,7 +203,7 @@ class KVHeads(Rewrite):
             added = replacement_losses(source, text, self._replacement(source, mixers, count), label)
             for index, loss in added.items():
                 losses[index][count] = loss
-        widths = {index: (mixer.head_dim or 0) + (mixer.value_dim or 0) for index, mixer in mixers.items()}
+        widths = {index: sum(head_sizes(mixer)[1:]) for index, mixer in mixers.items()}
         choices = [[(n * widths[index], loss) for n, loss in sorted(losses[index].items())] for index in mixers]
         total = sum(sizes[-1][0] for sizes in choices)
         planned = plan_sizes(choices, int(self.state_budget * total + 1e-9))
@@ -244,9 +245,8 @@ class KVHeads(Rewrite):
         """
         config = design.layers[index].mixer
         assert isinstance(config, AttentionConfig)
-        assert config.kv_heads is not None
-        common = math.lcm(config.kv_heads, kv_heads)
-        layer = repeat_key_heads(layer, config, common // config.kv_heads)
+        common = math.lcm(_heads(config), kv_heads)
+        layer = repeat_key_heads(layer, config, common // _heads(config))
         config = config.replace(kv_heads=common)
         if common == kv_heads:
             return layer
@@ -303,8 +303,7 @@ class _SharedHeads(ConvertedWeights):
 
 def _heads(mixer: AttentionConfig) -> int:
     """The key heads of a resolved config."""
-    assert mixer.kv_heads is not None
-    return mixer.kv_heads
+    return head_sizes(mixer)[0]
 
 
 def _divisors(number: int) -> list[int]:
@@ -328,8 +327,8 @@ def _check_text(text: CalibrationText | None, design: ModelConfig, mixer: Attent
     """Raises DesignError without a text, or with too few tokens for least squares over a layer's inputs."""
     if text is None:
         raise DesignError("kv_heads", "needs a text to calibrate on; give one, or groups and merge that need none")
-    assert mixer.value_dim is not None
-    needed = TOKENS_PER_INPUT * max(design.width, mixer.heads * mixer.value_dim)
+    _, _, value_dim = head_sizes(mixer)
+    needed = TOKENS_PER_INPUT * max(design.width, mixer.heads * value_dim)
     if text.tokens < needed:
         raise DesignError(
             "kv_heads",

@@ -12,6 +12,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveInt, Width, refuse
+from heddle.conversion.head_parameters import head_sizes, state_elements
 from heddle.conversion.latent_factors import attention_factors, head_dims, supported_attention
 from heddle.conversion.latent_layer import (
     LatentPlan,
@@ -25,7 +26,6 @@ from heddle.conversion.latent_layer import (
     plan_by_budget,
     plan_uniform,
     rope_dim_choices,
-    state_elements,
 )
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import StateBudget
@@ -156,13 +156,13 @@ class LatentAttentionReplacement(Rewrite):
         return rope_dim_choices(mixer, self.state_budget, self.exportable)
 
     def _config(self, mixer: AttentionConfig, plan: LatentPlan) -> LatentAttentionConfig:
-        assert mixer.head_dim is not None
+        _, head_dim, value_dim = head_sizes(mixer)
         config = LatentAttentionConfig(
             heads=mixer.heads,
             kv_rank=plan.kv_rank,
-            nope_dim=mixer.head_dim,
+            nope_dim=head_dim,
             rope_dim=plan.rope_dim or None,
-            value_dim=mixer.value_dim,
+            value_dim=value_dim,
             kv_norm="rms" if self.exportable else "none",
             scale=None if self.exportable else mixer.scale,
             bias=True,
@@ -206,17 +206,15 @@ class _Converted(ConvertedWeights):
 def _full_rank_config(mixer: AttentionConfig, source: Weights) -> LatentAttentionConfig:
     """See `full_rank_factors`."""
     _, frequencies, _ = head_dims(mixer, source.dtype)
-    assert mixer.head_dim is not None
-    assert mixer.value_dim is not None
-    assert mixer.kv_heads is not None
-    nope_dim = mixer.head_dim - 2 * len(frequencies)
-    inv_freq = tuple(frequencies.repeat(mixer.kv_heads).tolist())
+    kv_heads, head_dim, value_dim = head_sizes(mixer)
+    nope_dim = head_dim - 2 * len(frequencies)
+    inv_freq = tuple(frequencies.repeat(kv_heads).tolist())
     return LatentAttentionConfig(
         heads=mixer.heads,
-        kv_rank=min(source.design.width, mixer.kv_heads * (nope_dim + mixer.value_dim)),
+        kv_rank=min(source.design.width, kv_heads * (nope_dim + value_dim)),
         nope_dim=max(1, nope_dim),
         rope_dim=2 * len(inv_freq) or None,
-        value_dim=mixer.value_dim,
+        value_dim=value_dim,
         kv_norm="none",
         scale=mixer.scale,
         bias=bool(mixer.bias),

@@ -4,6 +4,7 @@ Mamba-2's C, B and x start from attention's queries, keys and values, its output
 convolution as the identity; key and value heads are repeated for the query heads they serve, so each head is a group.
 """
 
+from heddle.conversion.head_parameters import head_sizes
 from heddle.conversion.mixer_replacement import MixerReplacement
 from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.attention import AttentionConfig
@@ -15,7 +16,5 @@ class Mamba2Replacement(MixerReplacement):
 
     def new_config(self, mixer: AttentionConfig) -> MixerConfig:
         """As many heads and groups; the state is as large as a head of queries times one of values."""
-        assert mixer.head_dim is not None
-        return Mamba2Config(
-            heads=mixer.heads, head_dim=mixer.value_dim, state_size=mixer.head_dim, groups=mixer.heads
-        )  # fmt: skip
+        _, head_dim, value_dim = head_sizes(mixer)
+        return Mamba2Config(heads=mixer.heads, head_dim=value_dim, state_size=head_dim, groups=mixer.heads)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
+from heddle.conversion.head_parameters import head_sizes
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import LayerConfig
@@ -55,9 +56,8 @@ class _Permuted(ConvertedWeights):
         assert isinstance(mixer.position, RopeConfig)
         order = new_pair_order(mixer.position)
         if isinstance(mixer, AttentionConfig):
-            assert mixer.head_dim is not None
-            names = {"mixer.q": (0, mixer.head_dim), "mixer.k": (0, mixer.head_dim)}
-            names |= {"mixer.q_norm": (0, mixer.head_dim), "mixer.k_norm": (0, mixer.head_dim)}
+            _, head_dim, _ = head_sizes(mixer)
+            names = {f"mixer.{name}": (0, head_dim) for name in ("q", "k", "q_norm", "k_norm")}
         else:
             assert mixer.rope_dim is not None
             query = "mixer.q" if mixer.query_rank is None else "mixer.q_up"

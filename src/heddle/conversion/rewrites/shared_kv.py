@@ -17,6 +17,7 @@ from torch import Tensor
 
 from heddle.config import DesignError, PositiveInt, refuse
 from heddle.conversion.fit import check_fit_text, fit_chunks
+from heddle.conversion.head_parameters import state_elements
 from heddle.conversion.mixer_replacement import FittedRewrite, NewMixers
 from heddle.conversion.rewrite import replace_layers
 from heddle.conversion.rewrites.kv_heads import fit_output
@@ -125,9 +126,7 @@ class SharedKV(FittedRewrite):
 def _state_width(design: ModelConfig, index: int) -> int:
     """Elements of state per token of a layer's keys and values; 0 without attention."""
     mixer = design.layers[index].mixer
-    if not isinstance(mixer, AttentionConfig):
-        return 0
-    return (mixer.kv_heads or 0) * ((mixer.head_dim or 0) + (mixer.value_dim or 0))
+    return state_elements(mixer) if isinstance(mixer, AttentionConfig) else 0
 
 
 def _previous(kinds: Mapping[Any, list[int]]) -> dict[int, int]:
