@@ -91,7 +91,7 @@ class Windows:
     @property
     def tuning(self) -> Spans:
         """The tokens from and to that tune and calibrate."""
-        return self._spans(0, max(1, self.count // TUNING_SHARE))
+        return self._spans(0, self._first)
 
     @property
     def final(self) -> range:
