@@ -53,11 +53,6 @@ class Chunk(NamedTuple):
     outputs: Tensor
     layout: Layout
 
-    @property
-    def token_outputs(self) -> Tensor:
-        """The outputs, zero at padding."""
-        return without_padding_rows(self.outputs, self.layout)
-
 
 class FitError(NamedTuple):
     """What a fit lowers: `error(mixer, chunk)`, a scalar with gradients, by `size(chunk)`, both summed over chunks."""
@@ -90,7 +85,7 @@ def _squared_error(mixer: Mixer, chunk: Chunk) -> Tensor:
 
 
 def _squared_outputs(chunk: Chunk) -> float:
-    return float(chunk.token_outputs.double().square().sum())
+    return float(without_padding_rows(chunk.outputs, chunk.layout).double().square().sum())
 
 
 OUTPUT_ERROR = FitError("relative error", _squared_error, _squared_outputs)

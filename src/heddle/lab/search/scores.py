@@ -108,17 +108,13 @@ def chosen_targets(design: ModelConfig, sequence_length: int, only: Sequence[str
     for entry in only:
         named = [target for target in defaults if re.split("[=,]", target)[0] == entry]
         if not named:
-            parse_rewrite(_with_layers(entry, (0,)))
+            _rewrite(entry, (0,))
         targets += named or [entry]
     return list(dict.fromkeys(targets))
 
 
-def _with_layers(target: str, layers: Sequence[int]) -> str:
-    return f"layers.{','.join(map(str, layers))}.{target}"
-
-
 def _rewrite(target: str, layers: Sequence[int]) -> Rewrite:
-    return parse_rewrite(_with_layers(target, layers))
+    return parse_rewrite(f"layers.{','.join(map(str, layers))}.{target}")
 
 
 class Replacements:
