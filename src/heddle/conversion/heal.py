@@ -415,7 +415,8 @@ def _adapted_rate(source: ConversionSource, job: TrainingJob, corpus: Corpus, fi
     print_status("measuring the loss that the conversion added, which decides the learning rate")
     start, settings = job.init_checkpoint, job.settings
     assert start is not None
-    batch = _loader(corpus, settings.sequence_length, RATE_ROWS, SAMPLE_SEED).batch(0)
+    length, eod_id = settings.sequence_length, corpus.tokenizer.eod_id
+    batch = CorpusLoader(corpus.train, corpus.weights, length, RATE_ROWS, SAMPLE_SEED, eod_id, corpus.rows).batch(0)
     bits = [
         sum(score for score, _ in bits_and_bytes(read().float(), [batch], corpus.tokenizer.byte_lengths))
         for read in (lambda: build_model(source.weights), lambda: load(start.folder)[0])  # one at a time in memory
