@@ -159,7 +159,7 @@ MISTAKES: dict[str, tuple[list[Rewrite], dict[str, Any], Plant]] = {
         StreamWidth.apply, "wider_norm", lambda _, *, norm: norm.replace(eps=norm.eps * (1 - 1e-12)))),
     "γ is not scaled": (WIDER, {}, calls(_Wider._extended, "mul_", lambda gain, factor: gain)),
     "normalized heads are not scaled": (WIDER, {}, calls(
-        _Wider.convert_layer, "scale_weight", lambda scale, weight, factor: weight)),
+        _Wider.convert_parameter, "scale_weight", lambda scale, weight, factor: weight)),
     "new channels are written": (WIDER, {}, condition(_Wider._extended, "readers", False)),
     "a new layer writes": ([Depth(depth=5)], PRE_NORM, WRITES),
     "a norm after a new branch writes": ([Depth(depth=5)], {}, WRITES),

@@ -81,7 +81,7 @@ def _run(settings: ConformanceSettings) -> None:
         raise ConfigError(f"--gguf {settings.gguf}: is for build; leave it out")
     if settings.engine is None:
         raise ConfigError("--engine: is missing; give heddle, transformers, module:function, or a command with {model}")
-    from heddle.lab.conformance.run import WRONG, engine_of, junit, run_kit, table
+    from heddle.lab.conformance.run import WRONG, conformance_page, engine_of, junit, run_kit, table
     from heddle.storage.file_io import write_file
 
     dtype = DTYPES[settings.precision]
@@ -89,8 +89,6 @@ def _run(settings: ConformanceSettings) -> None:
     if settings.junit is not None:
         write_file(settings.junit, junit(findings, settings.engine))
     if settings.page is not None:
-        from heddle.lab.conformance.page import conformance_page
-
         write_file(settings.page, conformance_page(settings.engine, settings.precision, findings), "free space")
     if settings.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))

@@ -13,7 +13,7 @@ from torch import Tensor
 from heddle.config import DesignError
 from heddle.conversion.rewrite import Rewrite, UnchangedError, merged_repeats, naming_layers
 from heddle.conversion.weights import CalibrationText, TensorSpec, Weights, build_model
-from heddle.errors import ConfigError
+from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.load import LazyCheckpoint
 from heddle.exchange.safetensors_folder import parse_json, read_text_file
 from heddle.model.config import ModelConfig
@@ -31,7 +31,7 @@ from heddle.storage.model import (
     read_config,
     read_imported_config,
 )
-from heddle.storage.run_log import CHECKPOINTS_FOLDER, first_difference
+from heddle.storage.run_log import CHECKPOINTS_FOLDER, first_difference, to_plain_json
 from heddle.storage.tensor_file import DTYPES, LazyTensors
 from heddle.tokenization.tokenizer import COMPANION_FILES, Tokenizer
 
@@ -176,16 +176,6 @@ class Conversion:
             tokens = tokenizer.vocab_size
             raise ConfigError(f"vocab_size: {ids} is less than the tokenizer's {tokens} tokens; keep at least {tokens}")
 
-    def is_exact(self) -> bool:
-        """Whether every rewrite keeps the logits, up to rounding."""
-        weights = self.source.weights
-        for rewrite in self.rewrites:
-            rewrite.check_layers(weights.design)
-            if not rewrite.is_exact(weights.design):
-                return False
-            weights = rewrite.apply(weights, self.text)
-        return True
-
     @cached_property
     def _described(self) -> list[dict[str, Any]]:
         """Each rewrite with the hashes of the other models that it reads. Cached, since hashing reads all bytes."""
@@ -248,6 +238,18 @@ class _ConvertedTensors(LazyTensors):
 def saved_conversion(folder: Path) -> dict[str, Any]:
     """The `Conversion.describe` saved in a model folder, and how it was healed; {} if it was not converted."""
     return parse_json_object(read_folder(folder).documents.get(CONVERSION_FILE, "{}").encode())
+
+
+def holds_conversion(folder: Path, conversion: Conversion, named: Path | None = None) -> bool:
+    """Whether there is a folder, with this conversion. Raises CheckpointError, of the folder `named`, for another."""
+    if not folder.is_dir():
+        return False
+    saved = saved_conversion(folder)
+    saved.pop("healing", None)
+    if difference := conversion_difference(saved, to_plain_json(conversion.describe())):
+        remedy = "give its options again, remove it, or choose another name"
+        raise CheckpointError(f"{named or folder}: holds another conversion: {difference}; {remedy}")
+    return True
 
 
 def convert(conversion: Conversion, out: Path) -> Weights:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
+from heddle.conversion.head_parameters import rows_of
 from heddle.conversion.weights import CalibrationText, LayerActivations
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import Mixer
@@ -52,11 +53,6 @@ class Chunk(NamedTuple):
     outputs: Tensor
     layout: Layout
 
-    @property
-    def token_outputs(self) -> Tensor:
-        """The outputs, zero at padding."""
-        return without_padding_rows(self.outputs, self.layout)
-
 
 class FitError(NamedTuple):
     """What a fit lowers: `error(mixer, chunk)`, a scalar with gradients, by `size(chunk)`, both summed over chunks."""
@@ -89,7 +85,7 @@ def _squared_error(mixer: Mixer, chunk: Chunk) -> Tensor:
 
 
 def _squared_outputs(chunk: Chunk) -> float:
-    return float(chunk.token_outputs.double().square().sum())
+    return float(without_padding_rows(chunk.outputs, chunk.layout).double().square().sum())
 
 
 OUTPUT_ERROR = FitError("relative error", _squared_error, _squared_outputs)
@@ -142,18 +138,13 @@ def fit_chunks(activations: LayerActivations) -> tuple[list[Chunk], list[Chunk]]
     chunk_rows = max(1, TOKENS_PER_STEP // activations.mixer_inputs[0].shape[1])
     chunk_rows = min(chunk_rows, -(-rows // VALIDATION_INTERVAL))
     chunks = [
-        Chunk(x[start : start + chunk_rows], y[start : start + chunk_rows], rows_of(layout, start, start + chunk_rows))
+        Chunk(x[part], y[part], rows_of(layout, part))
         for x, y, layout in zip(activations.mixer_inputs, activations.mixer_outputs, activations.layouts, strict=True)
-        for start in range(0, len(x), chunk_rows)
+        for part in (slice(start, start + chunk_rows) for start in range(0, len(x), chunk_rows))
     ]
     held_out = chunks[VALIDATION_INTERVAL - 1 :: VALIDATION_INTERVAL] or chunks[-1:]
     chosen = {id(chunk) for chunk in held_out}
     return [chunk for chunk in chunks if id(chunk) not in chosen], held_out
-
-
-def rows_of(layout: Layout, start: int, stop: int) -> Layout:
-    """The layout of some rows."""
-    return layout.map_tensors(lambda x: x[start:stop])
 
 
 @torch.no_grad()

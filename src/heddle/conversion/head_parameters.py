@@ -38,6 +38,20 @@ class HeadFreedom:
     scales: bool
 
 
+def head_sizes(config: AttentionConfig) -> tuple[int, int, int]:
+    """kv_heads, head_dim and value_dim of a resolved config."""
+    assert config.kv_heads is not None
+    assert config.head_dim is not None
+    assert config.value_dim is not None
+    return config.kv_heads, config.head_dim, config.value_dim
+
+
+def state_elements(config: AttentionConfig) -> int:
+    """Elements of state per token of a resolved attention layer."""
+    kv_heads, head_dim, value_dim = head_sizes(config)
+    return kv_heads * (head_dim + value_dim)
+
+
 def rotary_pairs(position: RotationConfig, head_dim: int) -> Tensor | None:
     """The dims that are rotated together, int64 [P, 2]; None for an unknown rotation."""
     if not isinstance(position, RopeConfig | AxialRopeConfig):
@@ -51,8 +65,7 @@ def rotary_pairs(position: RotationConfig, head_dim: int) -> Tensor | None:
 
 def key_freedom(config: AttentionConfig, layer: Parameters, norm: NormConfig) -> HeadFreedom:
     """The freedom of keys: RoPE allows rotations of its pairs, query-key norms only those that commute with γ."""
-    assert config.head_dim is not None
-    dim = config.head_dim
+    _, dim, _ = head_sizes(config)
     pairs: Tensor | None = torch.zeros(0, 2, dtype=torch.int64)
     if isinstance(config.position, RotationConfig):
         pairs = rotary_pairs(config.position, dim)
@@ -79,13 +92,13 @@ def value_freedom(config: AttentionConfig) -> HeadFreedom:
     Exclusive heads remove a component that depends on angles, so only orthogonal maps are free there. With a bound on
     the values only their signs are free.
     """
-    assert config.value_dim is not None
-    dims = torch.arange(config.value_dim)
+    _, _, value_dim = head_sizes(config)
+    dims = torch.arange(value_dim)
     clipped = config.qkv_clip is not None
     groups = tuple(dims.split(1)) if config.gate == "channel" or clipped else (dims,)
     empty = torch.zeros(0, 2, dtype=torch.int64)
     scales = not (config.exclusive or clipped)
-    return HeadFreedom(config.value_dim, empty, torch.zeros(0, dtype=torch.bool), groups, scales)
+    return HeadFreedom(value_dim, empty, torch.zeros(0, dtype=torch.bool), groups, scales)
 
 
 def _equal_columns(gains: Tensor, dims: Tensor) -> tuple[Tensor, ...]:
@@ -98,27 +111,27 @@ def _equal_columns(gains: Tensor, dims: Tensor) -> tuple[Tensor, ...]:
 
 def select_heads(layer: Parameters, config: AttentionConfig, key_heads: Sequence[int]) -> dict[str, Tensor]:
     """The parameters with some key heads only, in this order, each together with the query heads that read it."""
-    assert config.kv_heads is not None
-    size = config.heads // config.kv_heads
+    kv_heads, *_ = head_sizes(config)
+    size = config.heads // kv_heads
     queries = [head * size + each for head in key_heads for each in range(size)]
     result = dict(layer)
     for name, value in layer.items():
         dim, is_key = _heads_of(name, config)
         if dim is not None:
-            heads, chosen = (config.kv_heads, key_heads) if is_key else (config.heads, queries)
+            heads, chosen = (kv_heads, key_heads) if is_key else (config.heads, queries)
             result[name] = _take(value, dim, heads, chosen)
     return result
 
 
 def repeat_key_heads(layer: Parameters, config: AttentionConfig, repeats: int) -> dict[str, Tensor]:
     """The parameters with each key and value head repeated, as neighbors."""
-    assert config.kv_heads is not None
-    chosen = [head for head in range(config.kv_heads) for _ in range(repeats)]
+    kv_heads, *_ = head_sizes(config)
+    chosen = [head for head in range(kv_heads) for _ in range(repeats)]
     result = dict(layer)
     for name, value in layer.items():
         dim, is_key = _heads_of(name, config)
         if dim is not None and is_key:
-            result[name] = _take(value, dim, config.kv_heads, chosen)
+            result[name] = _take(value, dim, kv_heads, chosen)
     return result
 
 
@@ -208,7 +221,7 @@ def gram(maps: Tensor, covariance: Tensor | None) -> Tensor:
 def weight_statistics(layer: Parameters, config: AttentionConfig) -> HeadStatistics:
     """The statistics for independent inputs of variance 1."""
     queries = head_maps(layer, "mixer.q", config.heads)
-    metrics = (queries @ queries.mT).unflatten(0, (config.kv_heads or config.heads, -1)).sum(1)
+    metrics = (queries @ queries.mT).unflatten(0, (head_sizes(config)[0], -1)).sum(1)
     return _statistics(layer, config, (None, None), metrics)
 
 
@@ -220,7 +233,7 @@ def text_statistics(
     width = layer["mixer.q.weight"].shape[1]
     example = layer["mixer.q.weight"].double()
     inputs, attended = example.new_zeros(width + 1, width + 1), example.new_zeros(width + 1, width + 1)
-    dim = config.head_dim or 0
+    key_heads, dim, _ = head_sizes(config)
     metrics = example.new_zeros(config.heads, dim, dim)
     mixer, tokens = build_mixer(config, context, layer), 0
     for x, layout in _rows(activations):
@@ -233,14 +246,14 @@ def text_statistics(
             mean = head @ x
             attended += mean.T @ mean / len(weights)
         metrics += _query_metrics(mixer, layer, config, x, weights)
-    grouped = metrics.unflatten(0, (config.kv_heads or config.heads, -1)).sum(1)
+    grouped = metrics.unflatten(0, (key_heads, -1)).sum(1)
     return _statistics(layer, config, (inputs / tokens, attended / tokens), grouped / tokens)
 
 
 def _statistics(
     layer: Parameters, config: AttentionConfig, covariances: tuple[Tensor | None, Tensor | None], key_metrics: Tensor
 ) -> HeadStatistics:
-    key_heads = config.kv_heads or config.heads
+    key_heads, *_ = head_sizes(config)
     inputs, attended = covariances
     queries = head_maps(layer, "mixer.q", config.heads).unflatten(0, (key_heads, -1))  # [U, R, d, D+1]
     out = output_maps(layer, config.heads).unflatten(0, (key_heads, -1))  # [U, R, D, d_v]
@@ -270,7 +283,7 @@ def batches(activations: LayerActivations, limit: int | None = None) -> Iterator
             continue
         count = min(len(x), -(-limit // x.shape[1]))
         if count:
-            yield x[:count].double(), _row_layout(layout, slice(0, count))
+            yield x[:count].double(), rows_of(layout, slice(0, count))
         limit -= count * x.shape[1]
 
 
@@ -278,10 +291,11 @@ def _rows(activations: LayerActivations) -> Iterator[tuple[Tensor, Layout]]:
     """The same row by row, [1, T, width] each."""
     for x, layout in batches(activations):
         for row in range(len(x)):
-            yield x[row : row + 1], _row_layout(layout, slice(row, row + 1))
+            yield x[row : row + 1], rows_of(layout, slice(row, row + 1))
 
 
-def _row_layout(layout: Layout, rows: slice) -> Layout:
+def rows_of(layout: Layout, rows: slice) -> Layout:
+    """The layout of some rows."""
     return layout.map_tensors(lambda tensor: tensor[rows])
 
 
@@ -295,8 +309,8 @@ def _attention_weights(mixer: Attention, x: Tensor, layout: Layout) -> Tensor:
 
 def _query_metrics(mixer: Attention, layer: Parameters, config: AttentionConfig, x: Tensor, weights: Tensor) -> Tensor:
     """Σ_ij w_ij q_i q_iᵀ of each query head [H, d, d], before rotation, on one row [x ; 1] [T, D+1]."""
-    assert config.kv_heads is not None
-    size = config.heads // config.kv_heads
+    key_heads, *_ = head_sizes(config)
+    size = config.heads // key_heads
     q = mixer.q(x[:, :-1])
     if mixer.q_norm is not None and config.qk_norm == "projection":
         q = mixer.q_norm(q)
@@ -304,7 +318,7 @@ def _query_metrics(mixer: Attention, layer: Parameters, config: AttentionConfig,
     if mixer.q_norm is not None and config.qk_norm != "projection":
         q = mixer.q_norm(q)
     out = output_maps(layer, config.heads)
-    values = torch.einsum("uad,td->uta", head_maps(layer, "mixer.v", config.kv_heads), x)
+    values = torch.einsum("uad,td->uta", head_maps(layer, "mixer.v", key_heads), x)
     metrics = []
     for head in range(config.heads):
         p, v = weights[head], values[head // size]

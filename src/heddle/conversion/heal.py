@@ -26,14 +26,14 @@ from heddle.conversion.convert import (
     CONVERSION_FILE,
     Conversion,
     ConversionSource,
-    conversion_difference,
     convert,
+    holds_conversion,
     saved_conversion,
 )
 from heddle.conversion.weights import CalibrationText, build_model
 from heddle.data.corpus import Corpus
 from heddle.data.samples import CorpusLoader, RowProtocol
-from heddle.errors import CheckpointError, ConfigError, DataError
+from heddle.errors import ConfigError, DataError
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
 from heddle.parts.layout import Layout
@@ -41,7 +41,7 @@ from heddle.progress import print_status, print_warning, progress_bar
 from heddle.storage.file_io import read_json_file, refuse_existing, sync_folder, write_json_file
 from heddle.storage.folder import read_folder, write_folder
 from heddle.storage.model import WEIGHTS_FILE, load, model_tensors
-from heddle.storage.run_log import FINAL_FILE, LOG_FILE, RUN_FILE, to_plain_json
+from heddle.storage.run_log import FINAL_FILE, LOG_FILE, RUN_FILE
 from heddle.storage.tensor_file import DTYPES
 from heddle.training.distillation import Distillation, LossWeights
 from heddle.training.evaluation.scores import EvaluationBudget, bits_and_bytes
@@ -74,7 +74,6 @@ def calibration_from_corpus(
     """
     rows = -(-tokens // sequence_length)
     batch_rows = min(rows, CALIBRATION_BATCH)
-    eod_id = corpus.tokenizer.eod_id
     windows = sum((len(file) - 1) // sequence_length for file in corpus.train)
     if windows < 2 * rows:  # as much again is left to heal on
         fewer, few = windows // 2 * sequence_length, -(-least // sequence_length)
@@ -86,13 +85,19 @@ def calibration_from_corpus(
             f"the training text holds {windows} windows of {sequence_length} tokens, but {2 * rows} are needed: {rows} "
             f"to calibrate on, and as many left for healing; {remedy}"
         )
-    loader = CorpusLoader(corpus.train, corpus.weights, sequence_length, batch_rows, SAMPLE_SEED, eod_id, corpus.rows)
-    batches = [loader.batch(step) for step in range(-(-rows // batch_rows))]
+    samples = calibration_samples(tokens, sequence_length)
+    loader = _loader(corpus, sequence_length, batch_rows, SAMPLE_SEED)
+    batches = [loader.batch(step) for step in range(samples // batch_rows)]
     inputs = [torch.from_numpy(batch.tokens[:, :-1].copy()).to(device) for batch in batches]
     layouts = [Layout.packed(batch.doc_lengths, sequence_length, device) for batch in batches]
-    samples = calibration_samples(tokens, sequence_length)
     name = corpus.report.get("name", "text")
     return CalibrationText(inputs, layouts, name, corpus.hash, samples, corpus.rows)
+
+
+def _loader(corpus: Corpus, length: int, batch_size: int, seed: int) -> CorpusLoader:
+    """The training text in sequences of a length."""
+    eod_id = corpus.tokenizer.eod_id
+    return CorpusLoader(corpus.train, corpus.weights, length, batch_size, seed, eod_id, corpus.rows)
 
 
 MAX_HEALING_RATE = 3e-3
@@ -288,8 +293,7 @@ def _activation_bytes(config: ModelConfig) -> int:
 
 def _repeats(corpus: Corpus, settings: Settings) -> bool:
     """Whether calibration and healing read a window of the text twice."""
-    length, eod_id = settings.sequence_length, corpus.tokenizer.eod_id
-    loader = CorpusLoader(corpus.train, corpus.weights, length, settings.batch_size, settings.seed, eod_id)
+    loader = _loader(corpus, settings.sequence_length, settings.batch_size, settings.seed)
     samples = np.arange(settings.samples_before(settings.steps), dtype=np.int64)
     windows = np.stack(loader.locate(samples), axis=1)
     return len(np.unique(windows, axis=0)) < len(windows)
@@ -361,13 +365,7 @@ def convert_and_heal(
     work = partial_folder(out)
     corpus = replace(corpus, rows=interrupted_rows(out) or corpus.rows)
     converted = work / CONVERTED_FOLDER
-    description = conversion.describe()
-    if converted.is_dir():
-        difference = conversion_difference(saved_conversion(converted), to_plain_json(description))
-        if difference:
-            remedy = "give its options again, remove it, or choose another name"
-            raise CheckpointError(f"{work}: holds another conversion: {difference}; {remedy}")
-    else:
+    if not holds_conversion(converted, conversion, named=work):
         convert(conversion, converted)
     is_staged = bool(stages)
     stages = stages or (HealingStage(1.0, distillation.weights),)
@@ -403,7 +401,7 @@ def convert_and_heal(
     contents = read_folder(converted)
     healing = records[-1] | {"text": corpus.hash} | corpus.rows.record() | ({"stages": records} if is_staged else {})
     documents = dict(contents.documents)
-    documents[CONVERSION_FILE] = json.dumps({**description, "healing": healing}, indent=2) + "\n"
+    documents[CONVERSION_FILE] = json.dumps({**conversion.describe(), "healing": healing}, indent=2) + "\n"
     dtypes = {name: DTYPES[record.dtype] for name, record in contents.tensor_records(WEIGHTS_FILE).items()}
     tensors = {name: tensor.to(dtypes[name]) for name, tensor in model_tensors(result.model).items()}
     write_folder(out, tensors={WEIGHTS_FILE: tensors}, documents=documents, kind="model")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
-from heddle.conversion.head_parameters import head_maps
+from heddle.conversion.head_parameters import head_maps, head_sizes
 from heddle.conversion.weights import LayerActivations
 from heddle.parts.layout import Layout
 from heddle.parts.mixers import MixerConfig
@@ -86,11 +86,10 @@ def supported_attention(mixer: MixerConfig | None, path: str) -> AttentionConfig
 
 def attention_factors(config: AttentionConfig, layer: Mapping[str, Tensor]) -> AttentionFactors:
     """The maps of a resolved layer's parameters, by their names in the layer. Query-key norms are left out."""
-    assert config.head_dim is not None
     assert config.scale is not None
-    assert config.kv_heads is not None
+    kv_heads, *_ = head_sizes(config)
     order, frequencies, factor = head_dims(config, layer["mixer.q.weight"].dtype)
-    maps = (("mixer.q", config.heads), ("mixer.k", config.kv_heads))
+    maps = (("mixer.q", config.heads), ("mixer.k", kv_heads))
     q, k = (head_maps(layer, name, heads)[:, order] for name, heads in maps)
     for x in (q, k):
         x[:, : 2 * len(frequencies)] *= factor
@@ -99,7 +98,7 @@ def attention_factors(config: AttentionConfig, layer: Mapping[str, Tensor]) -> A
     return AttentionFactors(
         q=q,
         k=k,
-        v=head_maps(layer, "mixer.v", config.kv_heads),
+        v=head_maps(layer, "mixer.v", kv_heads),
         out=out.unflatten(1, (config.heads, -1)).transpose(0, 1),
         out_bias=out.new_zeros(len(out)) if bias is None else bias.double(),
         frequencies=frequencies.to(out.device),
@@ -112,8 +111,7 @@ def head_dims(config: AttentionConfig, dtype: torch.dtype) -> tuple[Tensor, Tens
 
     dtype: of the model, which computes its frequencies in float64 or in float32.
     """
-    position, dim = config.position, config.head_dim
-    assert dim is not None
+    position, (_, dim, _) = config.position, head_sizes(config)
     if not isinstance(position, RopeConfig):
         return torch.arange(dim), torch.zeros(0, dtype=torch.float64), 1.0
     rope = Rope(position, position.rotary_dim or dim)

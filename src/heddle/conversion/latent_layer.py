@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
+from heddle.conversion.head_parameters import head_sizes, state_elements
 from heddle.conversion.latent_factors import (
     AttentionFactors,
     LatentStatistics,
@@ -87,10 +88,14 @@ class RopeComponents:
         squared = (rotation.abs().square() * self.share).nan_to_num()
         return squared.view(len(self.factors.k), self.factors.group_size, self.factors.pairs).sum(1)
 
+    def _weighted_keys(self, members: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The roots of the weights of a fold's keys [G · members], and the keys multiplied by them."""
+        root = self.weights[:, members].flatten().sqrt()
+        return root, self.keys[:, members].flatten(0, 1) * root[:, None]
+
     def _spectrum(self, members: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """For one fold: energies [n], vectors [G · members, n], and what they lose without rotation and folded."""
-        root = self.weights[:, members].flatten().sqrt()
-        z = self.keys[:, members].flatten(0, 1) * root[:, None]
+        _, z = self._weighted_keys(members)
         inputs = (self.statistics.inputs / self.statistics.tokens).to(z.dtype)
         energies, vectors = torch.linalg.eigh(z @ inputs @ z.mH)
         energies, vectors = energies.flip(0).clamp_min(0.0), vectors.flip(1)
@@ -120,8 +125,7 @@ class RopeComponents:
         ks, qs, frequencies, loss = [], [], list[Tensor](), 0.0
         for members, count, (_, vectors, dropped, folded) in zip(self.folded_pairs, counts, self.spectra, strict=True):
             members, chosen = list(members), vectors[:, :count]
-            root = self.weights[:, members].flatten().sqrt()
-            z = self.keys[:, members].flatten(0, 1) * root[:, None]
+            root, z = self._weighted_keys(members)
             slot = chosen.mH @ z
             back = chosen / root[:, None]
             remainder[:, members] -= (back @ slot).unflatten(0, (-1, len(members)))
@@ -390,19 +394,10 @@ class LossCurve:
         return LatentPlan(rank, self.folded_pairs, self.counts, self.inv_freq)
 
 
-def state_elements(config: AttentionConfig) -> int:
-    """Elements of state per token of a resolved attention layer."""
-    assert config.kv_heads is not None
-    assert config.head_dim is not None
-    assert config.value_dim is not None
-    return config.kv_heads * (config.head_dim + config.value_dim)
-
-
 def rotary_pair_count(config: AttentionConfig) -> int:
     """The pairs of each head that RoPE rotates."""
-    position = config.position
-    assert config.head_dim is not None
-    return (position.rotary_dim or config.head_dim) // 2 if isinstance(position, RopeConfig) else 0
+    position, (_, head_dim, _) = config.position, head_sizes(config)
+    return (position.rotary_dim or head_dim) // 2 if isinstance(position, RopeConfig) else 0
 
 
 def fold_pairs(pairs: int, fold: int) -> FoldedPairs:
@@ -448,8 +443,8 @@ def rope_dim_choices(config: AttentionConfig, share: float, plain: bool) -> list
     if plain:
         dims = [2 * count for count in range(1, pairs + 1) if plain_position(config, 2 * count) is not None]
     else:
-        assert config.kv_heads is not None
-        dims = [min(max(2, round(state * part / 2) * 2), 2 * pairs * config.kv_heads) for part in ROPE_SHARES]
+        kv_heads, *_ = head_sizes(config)
+        dims = [min(max(2, round(state * part / 2) * 2), 2 * pairs * kv_heads) for part in ROPE_SHARES]
     return sorted({dim for dim in dims if dim < state} or {2})
 
 
@@ -523,8 +518,7 @@ def check_sizes(
         raise DesignError("rope_dim", f"{rope_dim} is set, but {path} has no RoPE; leave it out")
     if pairs > 0 and kv_rank is not None and rope_dim is None:
         raise DesignError("rope_dim", f"is missing, but {path} has RoPE; give it, or state_budget instead of both")
-    assert config.kv_heads is not None
-    all_rotated = 2 * pairs * config.kv_heads
+    all_rotated = 2 * pairs * head_sizes(config)[0]
     if rope_dim is not None and rope_dim > all_rotated:
         raise DesignError("rope_dim", f"{rope_dim} is more than the {all_rotated} rotated dims of {path}; lower it")
     if plain and rope_dim is not None and plain_position(config, rope_dim) is None:

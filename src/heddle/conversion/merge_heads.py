@@ -94,7 +94,7 @@ def least_squares_head(gram: Tensor, freedom: HeadFreedom, metrics: Tensor) -> S
         root = _pair_energy(metrics, freedom.pairs).clamp_min(0.0).sqrt()  # [P, n]
         leading = _leading(root[:, :, None] * z * root[:, None, :])
         pair_down = leading.conj() * root
-        _, pair_up, pair_down = _regress_pairs(z, pair_down)
+        pair_up, pair_down = _regress_pairs(z, pair_down)
         _insert_pairs(down, freedom.pairs, pair_down)
         _insert_pairs(up, freedom.pairs, pair_up)
     for group in freedom.groups:
@@ -181,15 +181,15 @@ def _pair_energy(metrics: Tensor, pairs: Tensor) -> Tensor:
     return (metrics[:, a, a] + metrics[:, b, b]).T
 
 
-def _regress_pairs(z: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(E |k̂|², U, D) [P, n] of pairs: U by least squares, D scaled so that k̂ is as large as the heads are."""
+def _regress_pairs(z: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """(U, D) [P, n] of pairs: U by least squares, D scaled so that k̂ is as large as the heads are."""
     tiny = torch.finfo(torch.float64).tiny
     cross = (z @ down.conj()[..., None])[..., 0]  # E k_u conj(k̂)
     energy = (down * cross).sum(-1, keepdim=True).real
     size = z.diagonal(dim1=-2, dim2=-1).real.mean(-1, keepdim=True)
     scale = (size / energy.clamp_min(tiny)).sqrt()
     up = cross / energy.clamp_min(tiny) / scale.clamp_min(tiny)
-    return energy, up, down * scale
+    return up, down * scale
 
 
 def _principal_maps(gram: Tensor, metrics: Tensor) -> tuple[Tensor, Tensor]:

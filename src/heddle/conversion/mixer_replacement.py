@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -18,7 +17,7 @@ from torch import Tensor
 from heddle.config import DesignError, PositiveFloat, PositiveInt
 from heddle.conversion.branches import layer_modules
 from heddle.conversion.fit import OUTPUT_ERROR, FitError, FitResult, check_fit_text, fit_mixer
-from heddle.conversion.head_parameters import repeat_key_heads
+from heddle.conversion.head_parameters import head_sizes, repeat_key_heads
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, replacement_losses, top_layers
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights
@@ -100,10 +99,10 @@ class FittedMixers(FittedRewrite, ABC):
         """Raises DesignError if no layer can be converted, for a feature that would be lost, or a text too short."""
         design = source.design
         changed = self._changed_layers(design)
-        keep = None if self.keep is None else count_layers("keep", self.keep, len(changed))
+        keep = None if self.keep is None else count_layers(self.keep, len(changed))
         if text is not None:
             check_fit_text(text, design.width)
-        replaced = NewMixers(source, replace_layers(design, changed), text, self, frozenset(changed))
+        replaced = NewMixers(source, replace_layers(design, changed), text, self)
         if keep is None:
             return replaced
         assert text is not None
@@ -112,7 +111,7 @@ class FittedMixers(FittedRewrite, ABC):
         shown = ", ".join(f"layer {index} {value:.4g}" for index, value in increases.items())
         print_status(f"{self.name}: loss increase of each layer alone: {shown}; unchanged: {list(full)}")
         chosen = {index: layer for index, layer in changed.items() if index not in full}
-        return ChosenLayers(source, replace_layers(design, chosen), replaced, frozenset(chosen))
+        return ChosenLayers(source, replace_layers(design, chosen), replaced)
 
     def _changed_layers(self, design: ModelConfig) -> dict[int, LayerConfig]:
         changed: dict[int, LayerConfig] = {}
@@ -133,22 +132,35 @@ class FittedMixers(FittedRewrite, ABC):
 
 
 class MixerReplacement(FittedMixers, ABC):
-    """Attention becomes another mixer, fitted to its outputs. drop: drop features that the new mixer lacks."""
+    """Attention becomes another mixer, fitted to its outputs.
+
+    new: the config of the other mixer. drop: drop features that the new mixer lacks.
+    """
 
     convertible: ClassVar[str] = "full causal attention"
+    new: ClassVar[type[Any]]
     drop: bool = False
 
-    @abstractmethod
     def new_config(self, mixer: AttentionConfig) -> MixerConfig:
-        """The config that replaces a resolved attention config."""
+        """The config that replaces a resolved attention config: the same heads and head dims."""
+        config: MixerConfig = self.new(heads=mixer.heads, head_dim=mixer.head_dim, value_dim=mixer.value_dim)
+        return config
 
     def missing_features(self, mixer: AttentionConfig) -> list[str]:
         """The names of the mixer's features that the new mixer lacks: all but positions, which a recurrence encodes."""
         return [name for name in features(mixer) if not name.startswith("position")]
 
     def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
-        """Initial parameters, by name, that neither attention nor a new model's initialization gives."""
-        return {}
+        """Initial parameters, by name, that neither attention nor a new model's initialization gives.
+
+        A short convolution passes its input on: a quarter less error than a random one leaves.
+        """
+        convolution = getattr(mixer, "convolution", None)
+        if convolution is None:
+            return {}
+        weight = torch.zeros(convolution.weight.shape)
+        weight[:, -1] = 1.0
+        return {"convolution.weight": weight}
 
     def obstacle(self, mixer: MixerConfig | None) -> str | None:
         """Anything but causal attention without a window."""
@@ -168,8 +180,7 @@ class MixerReplacement(FittedMixers, ABC):
         """The parameters copied from attention, with key and value heads repeated for the queries."""
         config = source.design.layers[index].mixer
         assert isinstance(config, AttentionConfig)
-        assert config.kv_heads is not None
-        layer = repeat_key_heads(source.layer(index), config, config.heads // config.kv_heads)
+        layer = repeat_key_heads(source.layer(index), config, config.heads // head_sizes(config)[0])
         old = {name.removeprefix("mixer."): value for name, value in layer.items()}
         shapes = {name: parameter.shape for name, parameter in mixer.named_parameters()}
         same = {name: value for name, value in old.items() if shapes.get(name) == value.shape}
@@ -191,13 +202,6 @@ def features(mixer: AttentionConfig) -> list[str]:
     return names if mixer.position is None else [*names, f"position {mixer.position.kind}"]
 
 
-def identity_convolution(widths: Sequence[int], kernel: int) -> dict[str, Tensor]:
-    """The weight of a short convolution that passes its input on: a quarter less error than a random one leaves."""
-    weight = torch.zeros(sum(widths), kernel)
-    weight[:, -1] = 1.0
-    return {"convolution.weight": weight}
-
-
 class NewMixers(ConvertedWeights):
     """The weights of a design with some new mixers, each fitted when it is first read.
 
@@ -205,11 +209,10 @@ class NewMixers(ConvertedWeights):
     """
 
     def __init__(
-        self, source: Weights, design: ModelConfig, text: CalibrationText | None, rewrite: FittedRewrite,
-        changed: frozenset[int],
-    ) -> None:  # fmt: skip
+        self, source: Weights, design: ModelConfig, text: CalibrationText | None, rewrite: FittedRewrite
+    ) -> None:
         super().__init__(source, design, text)
-        self.rewrite, self.changed = rewrite, changed
+        self.rewrite = rewrite
         self.results: dict[int, FitResult] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="heddle-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -283,12 +286,12 @@ class NewMixers(ConvertedWeights):
 
 
 class ChosenLayers(ConvertedWeights):
-    """The weights of a source with some layers replaced by another design's."""
+    """The weights of a source with the changed layers of `replaced`."""
 
-    def __init__(self, source: Weights, design: ModelConfig, replaced: Weights, chosen: frozenset[int]) -> None:
+    def __init__(self, source: Weights, design: ModelConfig, replaced: Weights) -> None:
         super().__init__(source, design)
-        self.replaced, self.chosen = replaced, chosen
+        self.replaced = replaced
 
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer of the source, or the replaced one."""
-        return (self.replaced if index in self.chosen else self.source).layer(index)
+        return (self.replaced if index in self.changed else self.source).layer(index)

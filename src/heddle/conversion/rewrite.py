@@ -3,7 +3,7 @@
 import importlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from heddle.config import Config, DesignError, Part, own_class
 from heddle.conversion.weights import CalibrationText, Weights
 from heddle.errors import ConfigError
 from heddle.model.config import LayerConfig, ModelConfig
+from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.modules.indexer import indexer_field
 
 EVERYTHING = frozenset({"attention", "layers", "convolutions", "modules"})  # that a rewrite may keep
@@ -140,6 +141,26 @@ class Rewrite(Config, ABC):
             if not 0 <= index < design.depth:
                 raise ConfigError(f"layers.{index}: the design has layers 0 to {design.depth - 1}; name one of them")
         return tuple(sorted(set(self.layers)))
+
+    def change_feedforwards(
+        self, design: ModelConfig, change: Callable[[FeedforwardConfig | None, str], FeedforwardConfig | str], none: str
+    ) -> ModelConfig:
+        """The design with other feed-forwards in the selected layers that can have them.
+
+        change: of a feed-forward and its path, returns its new config, or why it has none: a reason to refuse a named
+        layer, and to leave any other unchanged. Raises DesignError with the reason `none` if no layer changes.
+        """
+        changed: dict[int, LayerConfig] = {}
+        for index in self.selected_layers(design):
+            layer, path = design.layers[index], f"layers.{index}.feedforward"
+            new = change(layer.feedforward, path)
+            if not isinstance(new, str):
+                changed[index] = layer.replace(feedforward=new)
+            elif self.layers is not None:
+                raise DesignError(path, f"{new}; leave this layer out")
+        if not changed:
+            raise DesignError("feedforward", none)
+        return replace_layers(design, changed)
 
 
 class UnchangedError(DesignError):

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from heddle.config import DesignError, refuse
-from heddle.conversion.fit import rows_of
+from heddle.conversion.head_parameters import rows_of
 from heddle.conversion.weights import (
     CalibrationText,
     LayerActivations,
@@ -31,18 +31,21 @@ SENSITIVITY_TOKENS = 2**14  # the streams of every replaced layer are in memory 
 LayerCount = int | float | str  # a number of layers, or a share of them: 2, 0.25, "1/4"
 
 
-def count_layers(field: str, value: LayerCount, layers: int) -> int:
-    """The number of layers that a count or a share stands for. Raises DesignError if it is not from 1 to layers − 1."""
+def count_layers(value: LayerCount, layers: int) -> int:
+    """The number of layers that the option `keep`, a count or a share of `layers`, stands for.
+
+    Raises DesignError if it is not from 1 to layers − 1.
+    """
     try:
         number = Fraction(str(value))
     except (ValueError, ZeroDivisionError):
-        raise DesignError(field, f"{value!r} is not a number; give a count of layers or a share, like 1/4") from None
+        raise DesignError("keep", f"{value!r} is not a number; give a count of layers or a share, like 1/4") from None
     count = number if number >= 1 else number * layers
     if count.denominator != 1:
-        raise DesignError(field, f"{value} of {layers} layers is not a whole number; give a number of layers")
+        raise DesignError("keep", f"{value} of {layers} layers is not a whole number; give a number of layers")
     if not 1 <= count < layers:
         reason = f"{value} of the {layers} layers that can be converted leaves none to convert or none to keep"
-        raise DesignError(field, f"{reason}; give 1 to {layers - 1}" if layers > 1 else f"{reason}; leave it out")
+        raise DesignError("keep", f"{reason}; give 1 to {layers - 1}" if layers > 1 else f"{reason}; leave it out")
     return int(count)
 
 
@@ -62,7 +65,7 @@ def hidden_attention(activations: LayerActivations, window: int) -> float:
     total, count = 0.0, 0
     for x, layout in zip(activations.mixer_inputs, activations.layouts, strict=True):
         for row in range(len(x)):
-            row_layout = rows_of(layout, row, row + 1)
+            row_layout = rows_of(layout, slice(row, row + 1))
             observations: list[Observation] = []
             with observing_attention(observations.append):
                 mixer(x[row : row + 1], row_layout)

@@ -1,7 +1,8 @@
 """A design and its parameters by name, each read, or converted from another design, when it is looked up."""
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,8 @@ from heddle.model.initialization import set_parameter, storage_dtype
 from heddle.parts.layout import HandedOver, Layout
 from heddle.progress import progress_bar
 
-PROJECTIONS = ("gate", "up", "down")  # of a feed-forward, and of every expert of a mixture
+# The parameters of a feed-forward's projections, and of those of all experts of a mixture.
+PROJECTIONS = tuple(f"{module}.{kind}" for module in ("gate", "up", "down") for kind in ("weight", "bias"))
 
 # The activations of a model on a text, with the weights of one layer in memory at a time.
 
@@ -103,6 +105,18 @@ def layer_activations(weights: "Weights", text: CalibrationText) -> Iterator[Lay
         yield activations
         streams = activations.new_streams
         layer.to("meta")
+
+
+def activations_of(
+    weights: "Weights", text: CalibrationText, layers: Collection[int], label: str
+) -> Iterator[LayerActivations]:
+    """The activations of some layers; those above the last one are not run. label: of the progress bar."""
+    last = max(layers)
+    with progress_bar(label, last + 1, "layers") as bar:
+        for activations in itertools.islice(layer_activations(weights, text), last + 1):
+            if activations.index in layers:
+                yield activations
+            bar.advance(1)
 
 
 @torch.no_grad()
@@ -194,8 +208,9 @@ class ModelWeights(Weights):
 class ConvertedWeights(Weights):
     """The parameters of a rewritten design, converted layer by layer from the source's.
 
-    A rewrite overrides `convert_layer` and `convert_other`; everything else is the source's. Results may have any
-    floating point dtype: they are stored in the source's. text: what `activations` runs the source on.
+    A rewrite overrides `convert_layer` and `convert_other`, or `convert_parameter`; everything else is the source's.
+    Results may have any floating point dtype: they are stored in the source's. text: what `activations` runs the source
+    on.
     """
 
     def __init__(self, source: Weights, design: ModelConfig, text: CalibrationText | None = None) -> None:
@@ -209,13 +224,24 @@ class ConvertedWeights(Weights):
         """As in `Weights`."""
         return parameter_specs(self.design, self.source.dtype)
 
+    @cached_property
+    def changed(self) -> frozenset[int]:
+        """The layers with another config than in the source, which has as many."""
+        pairs = zip(self.design.layers, self.source.design.layers, strict=True)
+        return frozenset(index for index, (new, old) in enumerate(pairs) if new != old)
+
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The parameters of a layer of the new design, by their names relative to it."""
-        return self.source.layer(index)
+        prefix = f"{LAYER_PREFIX}{index}."
+        return {name: self.convert_parameter(prefix + name, value) for name, value in self.source.layer(index).items()}
 
     def convert_other(self, name: str) -> Tensor:
         """A parameter outside the layers: of the embedding, the final norm, the head or the encoder."""
-        return self.source.tensor(name)
+        return self.convert_parameter(name, self.source.tensor(name))
+
+    def convert_parameter(self, name: str, value: Tensor) -> Tensor:
+        """A parameter of the source under its whole name, for rewrites that change each by itself."""
+        return value
 
     def activations(self, index: int) -> LayerActivations:
         """The source layer's activations on the calibration text. In ascending order of index, each layer runs once."""

@@ -14,7 +14,7 @@ import torch
 from heddle.errors import ConfigError
 from heddle.exchange.family_match import HEDDLE, FamilyMatch, best_match
 from heddle.exchange.gguf.export import match_architecture
-from heddle.model.config import ModelConfig, refuse_overflow
+from heddle.model.config import refuse_overflow
 from heddle.model.decoder import Decoder
 from heddle.model.shapes_only import ShapesOnly
 from heddle.model.size import Size
@@ -206,16 +206,12 @@ def _blocks(window: int | None, block: int, context_length: int, batched_tokens:
 
 def _llama_cpp(model: Decoder, sizes: Sequence[Size], imported: str | None) -> list[int]:
     """Cells of a context with `n_seq_max` = batch, each sequence with cells of its own (`kv_unified` off)."""
-    _check_gguf(model.config, imported)
-    kept = kept_by_layers(model).items()
-    return [size.batch * sum(count * _cell_bytes(each, size) for each, count in kept) for size in sizes]
-
-
-def _check_gguf(config: ModelConfig, imported: str | None) -> None:
     try:
-        match_architecture(config, imported)
+        match_architecture(model.config, imported)
     except ConfigError:
         raise ConfigError("heddle writes no GGUF") from None
+    kept = kept_by_layers(model).items()
+    return [size.batch * sum(count * _cell_bytes(each, size) for each, count in kept) for size in sizes]
 
 
 def _cell_bytes(kept: Kept, size: Size) -> int:

@@ -54,7 +54,7 @@ class ProfiledOperation(NamedTuple):
 class Profile(NamedTuple):
     """A profiled step. seconds: without the profiler. limit_share: least seconds at the machine's limit over these."""
 
-    name: str
+    step: str
     seconds: float
     profiled_seconds: float
     limit_share: float

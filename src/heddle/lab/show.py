@@ -141,13 +141,7 @@ def _profile(config: "ModelConfig", settings: ShowSettings) -> list[dict[str, An
     length, precision = (settings.context_length or (usual,))[0], settings.precision
     profiles = profile_design(config, settings.batch_size, length, precision)
     return [
-        {
-            "step": profile.name,
-            "seconds": profile.seconds,
-            "profiled_seconds": profile.profiled_seconds,
-            "limit_share": profile.limit_share,
-            "operations": [operation._asdict() for operation in profile.operations],
-        }
+        profile._asdict() | {"operations": [operation._asdict() for operation in profile.operations]}
         for profile in profiles
     ]
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from heddle.cli.serve import ServedModel, chat_page
-from heddle.lab.conformance.page import conformance_page
-from heddle.lab.conformance.run import NOT_SEEN, WRONG, Finding
+from heddle.lab.conformance.run import NOT_SEEN, WRONG, Finding, conformance_page
 from heddle.lab.explore.page import explorer_page
 from heddle.lab.pages.conversion import conversion_page
 from heddle.lab.pages.judge import judge_page

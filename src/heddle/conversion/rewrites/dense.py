@@ -7,9 +7,8 @@ from torch import Tensor
 
 from heddle.config import DesignError
 from heddle.conversion.branches import scale_weight
-from heddle.conversion.rewrite import Rewrite, replace_layers
+from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.weights import PROJECTIONS, CalibrationText, ConvertedWeights, Weights
-from heddle.model.config import LayerConfig, ModelConfig
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.gated import GatedConfig
 from heddle.parts.feedforwards.mlp import MLPConfig
@@ -24,38 +23,31 @@ class Dense(Rewrite):
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if experts differ, if their gates do not sum to one number, or if there are none."""
-        changed: dict[int, LayerConfig] = {}
-        scales: dict[int, float] = {}
-        for index in self.selected_layers(source.design):
-            layer = source.design.layers[index]
-            if isinstance(layer.feedforward, MoEConfig):
-                path = f"layers.{index}.feedforward"
-                _check_gates(layer.feedforward, path)
-                _check_equal(source, path)
-                changed[index] = layer.replace(feedforward=_feedforward(layer.feedforward))
-                scales[index] = layer.feedforward.scale
-            elif self.layers is not None:
-                raise DesignError(f"layers.{index}.feedforward", "has no experts; leave this layer out")
-        if not changed:
-            raise DesignError("feedforward", "no layer has experts, so nothing would change; leave it out")
-        return _Dense(source, replace_layers(source.design, changed), scales)
+        none = "no layer has experts, so nothing would change; leave it out"
+
+        def dense(mixture: FeedforwardConfig | None, path: str) -> FeedforwardConfig | str:
+            if not isinstance(mixture, MoEConfig):
+                return "has no experts"
+            _check_gates(mixture, path)
+            _check_equal(source, path)
+            return _feedforward(mixture)
+
+        return _Dense(source, self.change_feedforwards(source.design, dense, none))
 
 
 class _Dense(ConvertedWeights):
-    def __init__(self, source: Weights, design: ModelConfig, scales: dict[int, float]) -> None:
-        super().__init__(source, design)
-        self.scales = scales
-
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The first expert, times the sum of the gates."""
         layer = self.source.layer(index)
-        if index not in self.scales:
+        if index not in self.changed:
             return layer
+        mixture = self.source.design.layers[index].feedforward
+        assert isinstance(mixture, MoEConfig)
         converted = {name: value for name, value in layer.items() if not name.startswith("feedforward.")}
-        for name in (f"feedforward.{module}.{kind}" for module in PROJECTIONS for kind in ("weight", "bias")):
+        for name in (f"feedforward.{name}" for name in PROJECTIONS):
             if name in layer:
                 expert = layer[name][0]
-                converted[name] = scale_weight(expert, self.scales[index]) if ".down." in name else expert
+                converted[name] = scale_weight(expert, mixture.scale) if ".down." in name else expert
         return converted
 
 
@@ -77,7 +69,7 @@ def _check_gates(config: MoEConfig, path: str) -> None:
 
 def _check_equal(source: Weights, path: str) -> None:
     """Raises DesignError if the experts of a layer differ."""
-    for name in (f"{path}.{module}.{kind}" for module in PROJECTIONS for kind in ("weight", "bias")):
+    for name in (f"{path}.{name}" for name in PROJECTIONS):
         if name not in source.specs:
             continue
         experts = source.tensor(name)

@@ -12,9 +12,9 @@ from pydantic import Field
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveFloat, Width
-from heddle.conversion.rewrite import Rewrite, replace_layers
+from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
-from heddle.model.config import LayerConfig, ModelConfig
+from heddle.model.config import ModelConfig
 from heddle.numerics.random import ParameterDraws
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.gated import GatedConfig
@@ -41,24 +41,18 @@ class Experts(Rewrite):
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if no layer, or not every named one, has an `mlp` or `gated` feed-forward."""
-        changed: dict[int, LayerConfig] = {}
-        for index in self.selected_layers(source.design):
-            layer = source.design.layers[index]
-            if isinstance(layer.feedforward, GatedConfig):
-                _check_multipliers(layer.feedforward, f"layers.{index}.feedforward")
-            if isinstance(layer.feedforward, MLPConfig | GatedConfig):
-                changed[index] = layer.replace(feedforward=self.mixture(layer.feedforward))
-            elif self.layers is not None:
-                raise DesignError(f"layers.{index}.feedforward", "is neither mlp nor gated; leave this layer out")
-        if not changed:
-            raise DesignError("feedforward", "no layer has an mlp or gated feed-forward to copy; leave it out")
-        design = replace_layers(source.design, changed)
-        std = self.router_std or design.initialization.std
-        return _Experts(source, design, frozenset(changed), self, std)
+        none = "no layer has an mlp or gated feed-forward to copy; leave it out"
+        return _Experts(source, self.change_feedforwards(source.design, self._copied, none), self)
 
-    def mixture(self, feedforward: FeedforwardConfig) -> MoEConfig:
+    def _copied(self, feedforward: FeedforwardConfig | None, path: str) -> FeedforwardConfig | str:
+        if not isinstance(feedforward, MLPConfig | GatedConfig):
+            return "is neither mlp nor gated"
+        if isinstance(feedforward, GatedConfig):
+            _check_multipliers(feedforward, path)
+        return self.mixture(feedforward)
+
+    def mixture(self, feedforward: MLPConfig | GatedConfig) -> MoEConfig:
         """The config of experts that are copies of a feed-forward."""
-        assert isinstance(feedforward, MLPConfig | GatedConfig)
         settings: dict[str, Any] = (
             {} if isinstance(feedforward, MLPConfig) else {"limit": feedforward.limit, "alpha": feedforward.alpha}
         )
@@ -83,11 +77,9 @@ def _check_multipliers(feedforward: GatedConfig, path: str) -> None:
 
 
 class _Experts(ConvertedWeights):
-    def __init__(
-        self, source: Weights, design: ModelConfig, changed: frozenset[int], options: Experts, std: float
-    ) -> None:
+    def __init__(self, source: Weights, design: ModelConfig, options: Experts) -> None:
         super().__init__(source, design)
-        self.changed, self.options, self.std = changed, options, std
+        self.options = options
 
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """Repeat each projection for every expert, and add a router."""
@@ -101,5 +93,6 @@ class _Experts(ConvertedWeights):
         }
         converted[router] = torch.empty(self.options.experts, self.design.width)
         draws = ParameterDraws(self.options.seed, f"layers.{index}.feedforward.router")
-        fill_normal(converted[router], self.std, draws("weight"))
+        std = self.options.router_std or self.source.design.initialization.std
+        fill_normal(converted[router], std, draws("weight"))
         return converted

@@ -6,26 +6,18 @@ which leaves a quarter less error than a random one; decay, β and the gate are 
 per-channel gate is copied. Positions are left out: the decay and the convolution encode the order.
 """
 
-from torch import Tensor
+from typing import Any, ClassVar
 
-from heddle.conversion.mixer_replacement import MixerReplacement, identity_convolution
-from heddle.parts.mixers import Mixer, MixerConfig
+from heddle.conversion.mixer_replacement import MixerReplacement
 from heddle.parts.mixers.attention import AttentionConfig
-from heddle.parts.mixers.gated_delta import GatedDelta, GatedDeltaConfig
+from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 
 
 class GatedDeltaReplacement(MixerReplacement):
     """Replace full attention by `gated_delta`, fitted to attention's outputs; `keep=1/4` keeps a quarter of them."""
 
-    def new_config(self, mixer: AttentionConfig) -> MixerConfig:
-        """The same heads and head dims."""
-        return GatedDeltaConfig(heads=mixer.heads, head_dim=mixer.head_dim, value_dim=mixer.value_dim)
+    new: ClassVar[type[Any]] = GatedDeltaConfig
 
     def missing_features(self, mixer: AttentionConfig) -> list[str]:
         """Not a gate per channel either."""
         return [name for name in super().missing_features(mixer) if name != "gate" or mixer.gate != "channel"]
-
-    def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
-        """The identity as the convolution."""
-        assert isinstance(mixer, GatedDelta)
-        return identity_convolution(mixer.conv_widths, mixer.conv_kernel)

@@ -13,10 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from heddle.config import DesignError, PositiveInt
-from heddle.conversion.rewrite import Rewrite, replace_layers
+from heddle.config import PositiveInt
+from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights
-from heddle.model.config import LayerConfig, ModelConfig
 from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.gated import GatedConfig
 from heddle.parts.feedforwards.mlp import MLPConfig
@@ -35,36 +34,20 @@ class Hidden(Rewrite):
 
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if no layer, or not every named one, has such a wider feed-forward."""
-        changed: dict[int, LayerConfig] = {}
-        for index in self.selected_layers(source.design):
-            layer = source.design.layers[index]
-            obstacle = self._obstacle(layer.feedforward)
-            if obstacle is None and layer.feedforward is not None:
-                changed[index] = layer.replace(feedforward=layer.feedforward.replace(hidden=self.hidden))
-            elif self.layers is not None:
-                raise DesignError(f"layers.{index}.feedforward", f"{obstacle}; leave this layer out")
-        if not changed:
-            reason = f"no layer has an mlp or gated feed-forward wider than {self.hidden}"
-            raise DesignError("feedforward", f"{reason}; give fewer channels")
-        return _Narrower(source, replace_layers(source.design, changed), text, changed)
+        none = f"no layer has an mlp or gated feed-forward wider than {self.hidden}; give fewer channels"
+        return _Narrower(source, self.change_feedforwards(source.design, self._narrower, none), text)
 
-    def _obstacle(self, feedforward: FeedforwardConfig | None) -> str | None:
+    def _narrower(self, feedforward: FeedforwardConfig | None, path: str) -> FeedforwardConfig | str:
         if not isinstance(feedforward, MLPConfig | GatedConfig):
             return "is neither mlp nor gated"
         if feedforward.hidden <= self.hidden:
             return f"has no more than {self.hidden} channels"
         if isinstance(feedforward, GatedConfig) and feedforward.sparsity is not None:
             return "compares its channels with each other (sparsity)"
-        return None
+        return feedforward.replace(hidden=self.hidden)
 
 
 class _Narrower(ConvertedWeights):
-    def __init__(
-        self, source: Weights, design: ModelConfig, text: CalibrationText | None, changed: Mapping[int, LayerConfig]
-    ) -> None:
-        super().__init__(source, design, text)
-        self.changed = changed
-
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer with fewer rows of its first projections, and refitted columns of the last one."""
         layer = self.source.layer(index)

@@ -4,22 +4,13 @@ Queries, keys, values and outputs start from attention's, as in `gated_delta`, a
 identity; the low-rank gates are initialized as in a new model.
 """
 
-from torch import Tensor
+from typing import Any, ClassVar
 
-from heddle.conversion.mixer_replacement import MixerReplacement, identity_convolution
-from heddle.parts.mixers import Mixer, MixerConfig
-from heddle.parts.mixers.attention import AttentionConfig
-from heddle.parts.mixers.kda import KDA, KDAConfig
+from heddle.conversion.mixer_replacement import MixerReplacement
+from heddle.parts.mixers.kda import KDAConfig
 
 
 class KDAReplacement(MixerReplacement):
     """Replace full attention by `kda`, fitted to attention's outputs."""
 
-    def new_config(self, mixer: AttentionConfig) -> MixerConfig:
-        """The same heads and head dims."""
-        return KDAConfig(heads=mixer.heads, head_dim=mixer.head_dim, value_dim=mixer.value_dim)
-
-    def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
-        """The identity as the convolution."""
-        assert isinstance(mixer, KDA)
-        return identity_convolution(mixer.conv_widths, mixer.conv_kernel)
+    new: ClassVar[type[Any]] = KDAConfig

@@ -7,7 +7,6 @@ that change the layer's output on the text least when merged. `merge` says how a
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -20,6 +19,7 @@ from heddle.conversion.head_parameters import (
     Parameters,
     batches,
     build_mixer,
+    head_sizes,
     repeat_key_heads,
     text_statistics,
     weight_statistics,
@@ -69,81 +69,6 @@ def fit_output(layer: Parameters, mixer: Attention, activations: LayerActivation
 Grouping = Literal["contiguous", "similar-queries", "similar-keys-values", "similar-outputs"]
 
 
-@dataclass(frozen=True)
-class HeadConversion:
-    """groups: which heads share one. merge: how they become one. similarity: whether both are decided on a text."""
-
-    groups: Grouping
-    merge: Merge
-    similarity: Literal["text", "weights"]
-
-    @property
-    def compares(self) -> bool:
-        """Whether `similarity` matters: heads are compared, but not by an option that is defined on a text only."""
-        return self.groups in ("similar-queries", "similar-keys-values") or self.merge == "aligned"
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether heads are merged on a text."""
-        on_text = self.groups == "similar-outputs" or self.merge == "least-squares"
-        return on_text or (self.compares and self.similarity == "text")
-
-    def convert(
-        self,
-        layer: Parameters,
-        design: ModelConfig,
-        index: int,
-        kv_heads: int,
-        activations: Callable[[], LayerActivations],
-    ) -> dict[str, Tensor]:
-        """The parameters of layer `index` of a resolved design with `kv_heads` key heads, on the text's device.
-
-        If that does not divide the present number of heads, they are first repeated up to a common multiple.
-        activations: returns the layer's activations on the calibration text; only called if they are needed.
-        """
-        config = design.layers[index].mixer
-        assert isinstance(config, AttentionConfig)
-        assert config.kv_heads is not None
-        common = math.lcm(config.kv_heads, kv_heads)
-        layer = repeat_key_heads(layer, config, common // config.kv_heads)
-        config = config.replace(kv_heads=common)
-        if common == kv_heads:
-            return layer
-        if self.needs_text:
-            device = activations().mixer_inputs[0].device
-            layer = {name: value.to(device) for name, value in layer.items()}
-        context = BuildContext(design.width, design.norm, design.depth, index)
-        merger = MergedHeads(layer, config, context, self._statistics(layer, config, context, activations), self.merge)
-        result = merger.merge_groups(self._groups(merger, kv_heads, activations))
-        if self.merge == "least-squares":
-            mixer = build_mixer(config.replace(kv_heads=kv_heads), context, result)
-            return fit_output(result, mixer, activations())
-        return result
-
-    def _statistics(
-        self,
-        layer: Parameters,
-        config: AttentionConfig,
-        context: BuildContext,
-        activations: Callable[[], LayerActivations],
-    ) -> HeadStatistics:
-        if self.merge == "least-squares" or (self.compares and self.similarity == "text"):
-            return text_statistics(layer, config, context, activations())
-        return weight_statistics(layer, config)
-
-    def _groups(self, merger: MergedHeads, groups: int, activations: Callable[[], LayerActivations]) -> Groups:
-        if self.groups == "contiguous":
-            return contiguous_groups(merger.heads, groups)
-        if groups == 1:
-            return [list(range(merger.heads))]
-        if self.groups == "similar-outputs":
-            costs = merger.similar_outputs(activations())
-        else:
-            is_queries = self.groups == "similar-queries"
-            costs = merger.similar_queries() if is_queries else merger.similar_keys_values()
-        return best_groups(costs, groups)
-
-
 TOKENS_PER_INPUT = 2  # tokens of text that a layer needs, for each input of its projections
 
 Mixers = Mapping[int, AttentionConfig]  # by the number of the layer
@@ -185,17 +110,25 @@ class KVHeads(Rewrite):
             refuse("kv_heads", "is missing; give the number of key/value heads, or state_budget")
         if self.kv_heads is not None and self.state_budget is not None:
             refuse("kv_heads", "conflicts with state_budget; give one of the two")
-        is_on_text = self.groups == "similar-outputs" or self.merge == "least-squares"
-        if self.similarity == "weights" and (is_on_text or not self._converter.compares):
-            reason = (
-                "similar-outputs and least-squares are defined on a text" if is_on_text else "no heads are compared"
-            )
+        if self.similarity == "weights" and (self._is_on_text or not self._compares):
+            on_text = "similar-outputs and least-squares are defined on a text"
+            reason = on_text if self._is_on_text else "no heads are compared"
             refuse("similarity", f"cannot be weights, since {reason}; leave it out")
         return self
 
     @property
-    def _converter(self) -> HeadConversion:
-        return HeadConversion(self.groups, self.merge, self.similarity)
+    def _compares(self) -> bool:
+        """Whether `similarity` matters: heads are compared, but not by an option that is defined on a text only."""
+        return self.groups in ("similar-queries", "similar-keys-values") or self.merge == "aligned"
+
+    @property
+    def _is_on_text(self) -> bool:
+        """Whether an option is defined on a text only."""
+        return self.groups == "similar-outputs" or self.merge == "least-squares"
+
+    @property
+    def _merges_on_text(self) -> bool:
+        return self._is_on_text or (self._compares and self.similarity == "text")
 
     def describe(self) -> dict[str, Any]:
         """As `Rewrite.describe`, with the seed of removed methods, which conversions on disk record."""
@@ -204,7 +137,7 @@ class KVHeads(Rewrite):
     @property
     def needs_text(self) -> bool:
         """True unless heads are grouped and merged by their weights alone."""
-        return self.state_budget is not None or self._converter.needs_text
+        return self.state_budget is not None or self._merges_on_text
 
     @property
     def chooses_on_text(self) -> bool:
@@ -231,7 +164,7 @@ class KVHeads(Rewrite):
             index: source.design.layers[index].replace(mixer=mixer.replace(kv_heads=counts[index]))
             for index, mixer in mixers.items()
         }
-        return _SharedHeads(source, replace_layers(source.design, layers), text, self._converter)
+        return _SharedHeads(source, replace_layers(source.design, layers), text, self)
 
     def _mixers(self, design: ModelConfig) -> Mixers:
         """The layers to convert. Raises DesignError for one without softmax attention, or if there is none."""
@@ -270,7 +203,7 @@ class KVHeads(Rewrite):
             added = replacement_losses(source, text, self._replacement(source, mixers, count), label)
             for index, loss in added.items():
                 losses[index][count] = loss
-        widths = {index: (mixer.head_dim or 0) + (mixer.value_dim or 0) for index, mixer in mixers.items()}
+        widths = {index: sum(head_sizes(mixer)[1:]) for index, mixer in mixers.items()}
         choices = [[(n * widths[index], loss) for n, loss in sorted(losses[index].items())] for index in mixers]
         total = sum(sizes[-1][0] for sizes in choices)
         planned = plan_sizes(choices, int(self.state_budget * total + 1e-9))
@@ -290,36 +223,87 @@ class KVHeads(Rewrite):
             index = activations.index
             if index not in mixers or count not in _divisors(_heads(mixers[index]))[:-1]:
                 return None
-            layer = self._converter.convert(source.layer(index), design, index, count, lambda: activations)
+            layer = self.convert(source.layer(index), design, index, count, lambda: activations)
             context = BuildContext(design.width, design.norm, design.depth, index)
             mixer = build_mixer(mixers[index].replace(kv_heads=count), context, layer)
             return mixer.to(activations.mixer_inputs[0].device, source.dtype)
 
         return replace
 
+    def convert(
+        self,
+        layer: Parameters,
+        design: ModelConfig,
+        index: int,
+        kv_heads: int,
+        activations: Callable[[], LayerActivations],
+    ) -> dict[str, Tensor]:
+        """The parameters of layer `index` of a resolved design with `kv_heads` key heads, on the text's device.
+
+        If that does not divide the present number of heads, they are first repeated up to a common multiple.
+        activations: returns the layer's activations on the calibration text; only called if they are needed.
+        """
+        config = design.layers[index].mixer
+        assert isinstance(config, AttentionConfig)
+        common = math.lcm(_heads(config), kv_heads)
+        layer = repeat_key_heads(layer, config, common // _heads(config))
+        config = config.replace(kv_heads=common)
+        if common == kv_heads:
+            return layer
+        if self._merges_on_text:
+            device = activations().mixer_inputs[0].device
+            layer = {name: value.to(device) for name, value in layer.items()}
+        context = BuildContext(design.width, design.norm, design.depth, index)
+        merger = MergedHeads(layer, config, context, self._statistics(layer, config, context, activations), self.merge)
+        result = merger.merge_groups(self._groups(merger, kv_heads, activations))
+        if self.merge == "least-squares":
+            mixer = build_mixer(config.replace(kv_heads=kv_heads), context, result)
+            return fit_output(result, mixer, activations())
+        return result
+
+    def _statistics(
+        self,
+        layer: Parameters,
+        config: AttentionConfig,
+        context: BuildContext,
+        activations: Callable[[], LayerActivations],
+    ) -> HeadStatistics:
+        if self.merge == "least-squares" or (self._compares and self.similarity == "text"):
+            return text_statistics(layer, config, context, activations())
+        return weight_statistics(layer, config)
+
+    def _groups(self, merger: MergedHeads, groups: int, activations: Callable[[], LayerActivations]) -> Groups:
+        if self.groups == "contiguous":
+            return contiguous_groups(merger.heads, groups)
+        if groups == 1:
+            return [list(range(merger.heads))]
+        if self.groups == "similar-outputs":
+            costs = merger.similar_outputs(activations())
+        else:
+            is_queries = self.groups == "similar-queries"
+            costs = merger.similar_queries() if is_queries else merger.similar_keys_values()
+        return best_groups(costs, groups)
+
 
 class _SharedHeads(ConvertedWeights):
-    def __init__(
-        self, source: Weights, design: ModelConfig, text: CalibrationText | None, converter: HeadConversion
-    ) -> None:
+    def __init__(self, source: Weights, design: ModelConfig, text: CalibrationText | None, rewrite: KVHeads) -> None:
         super().__init__(source, design, text)
-        self.converter = converter
+        self.rewrite = rewrite
 
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer with its new number of key heads."""
         layer, mixer = self.source.layer(index), self.design.layers[index].mixer
-        if mixer == self.source.design.layers[index].mixer:
+        if index not in self.changed:
             return layer
         assert isinstance(mixer, AttentionConfig)
         activations = lambda: self.activations(index)  # noqa: E731
-        converted = self.converter.convert(layer, self.source.design, index, _heads(mixer), activations)
+        converted = self.rewrite.convert(layer, self.source.design, index, _heads(mixer), activations)
         return {name: value.to(layer[name].device) for name, value in converted.items()}
 
 
 def _heads(mixer: AttentionConfig) -> int:
     """The key heads of a resolved config."""
-    assert mixer.kv_heads is not None
-    return mixer.kv_heads
+    return head_sizes(mixer)[0]
 
 
 def _divisors(number: int) -> list[int]:
@@ -343,8 +327,8 @@ def _check_text(text: CalibrationText | None, design: ModelConfig, mixer: Attent
     """Raises DesignError without a text, or with too few tokens for least squares over a layer's inputs."""
     if text is None:
         raise DesignError("kv_heads", "needs a text to calibrate on; give one, or groups and merge that need none")
-    assert mixer.value_dim is not None
-    needed = TOKENS_PER_INPUT * max(design.width, mixer.heads * mixer.value_dim)
+    _, _, value_dim = head_sizes(mixer)
+    needed = TOKENS_PER_INPUT * max(design.width, mixer.heads * value_dim)
     if text.tokens < needed:
         raise DesignError(
             "kv_heads",

@@ -5,7 +5,6 @@ The rotated keys of all heads become `rope_dim` shared dims; the rest of the key
 `heddle.conversion.latent_factors`.
 """
 
-import itertools
 from collections.abc import Mapping
 from typing import Self
 
@@ -13,6 +12,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from heddle.config import DesignError, PositiveInt, Width, refuse
+from heddle.conversion.head_parameters import head_sizes, state_elements
 from heddle.conversion.latent_factors import attention_factors, head_dims, supported_attention
 from heddle.conversion.latent_layer import (
     LatentPlan,
@@ -26,16 +26,15 @@ from heddle.conversion.latent_layer import (
     plan_by_budget,
     plan_uniform,
     rope_dim_choices,
-    state_elements,
 )
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import StateBudget
-from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights, layer_activations
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights, activations_of
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 from heddle.parts.positions.rope import RopeConfig
-from heddle.progress import print_status, progress_bar
+from heddle.progress import print_status
 
 MIN_TOKENS_PER_INPUT = 4  # tokens to calibrate on, for each dim of the width
 
@@ -138,15 +137,10 @@ class LatentAttentionReplacement(Rewrite):
     def _plans(self, source: Weights, text: CalibrationText, mixers: Mixers) -> dict[int, LatentPlan]:
         """Measure the layers one by one, and choose the sizes of each."""
         curves = []
-        last = max(mixers)
-        with progress_bar("measuring", last + 1, "layers") as bar:
-            for activations in itertools.islice(layer_activations(source, text), last + 1):
-                if activations.index in mixers:
-                    mixer = mixers[activations.index]
-                    factors, statistics = measure_layer(mixer, activations, source.layer(activations.index))
-                    dims = self._rope_dims(mixer)
-                    curves.append(measure_losses(factors, statistics, dims, self.fold, self.exportable))
-                bar.advance(1)
+        for activations in activations_of(source, text, mixers, "measuring"):
+            mixer = mixers[activations.index]
+            factors, statistics = measure_layer(mixer, activations, source.layer(activations.index))
+            curves.append(measure_losses(factors, statistics, self._rope_dims(mixer), self.fold, self.exportable))
         if self.kv_rank is not None:
             plans = [layer[0].plan(self.kv_rank + 2 * sum(layer[0].counts)) for layer in curves]
         else:
@@ -162,13 +156,13 @@ class LatentAttentionReplacement(Rewrite):
         return rope_dim_choices(mixer, self.state_budget, self.exportable)
 
     def _config(self, mixer: AttentionConfig, plan: LatentPlan) -> LatentAttentionConfig:
-        assert mixer.head_dim is not None
+        _, head_dim, value_dim = head_sizes(mixer)
         config = LatentAttentionConfig(
             heads=mixer.heads,
             kv_rank=plan.kv_rank,
-            nope_dim=mixer.head_dim,
+            nope_dim=head_dim,
             rope_dim=plan.rope_dim or None,
-            value_dim=mixer.value_dim,
+            value_dim=value_dim,
             kv_norm="rms" if self.exportable else "none",
             scale=None if self.exportable else mixer.scale,
             bias=True,
@@ -212,17 +206,15 @@ class _Converted(ConvertedWeights):
 def _full_rank_config(mixer: AttentionConfig, source: Weights) -> LatentAttentionConfig:
     """See `full_rank_factors`."""
     _, frequencies, _ = head_dims(mixer, source.dtype)
-    assert mixer.head_dim is not None
-    assert mixer.value_dim is not None
-    assert mixer.kv_heads is not None
-    nope_dim = mixer.head_dim - 2 * len(frequencies)
-    inv_freq = tuple(frequencies.repeat(mixer.kv_heads).tolist())
+    kv_heads, head_dim, value_dim = head_sizes(mixer)
+    nope_dim = head_dim - 2 * len(frequencies)
+    inv_freq = tuple(frequencies.repeat(kv_heads).tolist())
     return LatentAttentionConfig(
         heads=mixer.heads,
-        kv_rank=min(source.design.width, mixer.kv_heads * (nope_dim + mixer.value_dim)),
+        kv_rank=min(source.design.width, kv_heads * (nope_dim + value_dim)),
         nope_dim=max(1, nope_dim),
         rope_dim=2 * len(inv_freq) or None,
-        value_dim=mixer.value_dim,
+        value_dim=value_dim,
         kv_norm="none",
         scale=mixer.scale,
         bias=bool(mixer.bias),

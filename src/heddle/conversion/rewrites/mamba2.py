@@ -4,12 +4,11 @@ Mamba-2's C, B and x start from attention's queries, keys and values, its output
 convolution as the identity; key and value heads are repeated for the query heads they serve, so each head is a group.
 """
 
-from torch import Tensor
-
-from heddle.conversion.mixer_replacement import MixerReplacement, identity_convolution
-from heddle.parts.mixers import Mixer, MixerConfig
+from heddle.conversion.head_parameters import head_sizes
+from heddle.conversion.mixer_replacement import MixerReplacement
+from heddle.parts.mixers import MixerConfig
 from heddle.parts.mixers.attention import AttentionConfig
-from heddle.parts.mixers.mamba2 import Mamba2, Mamba2Config
+from heddle.parts.mixers.mamba2 import Mamba2Config
 
 
 class Mamba2Replacement(MixerReplacement):
@@ -17,12 +16,5 @@ class Mamba2Replacement(MixerReplacement):
 
     def new_config(self, mixer: AttentionConfig) -> MixerConfig:
         """As many heads and groups; the state is as large as a head of queries times one of values."""
-        assert mixer.head_dim is not None
-        return Mamba2Config(
-            heads=mixer.heads, head_dim=mixer.value_dim, state_size=mixer.head_dim, groups=mixer.heads
-        )  # fmt: skip
-
-    def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
-        """The identity as the convolution."""
-        assert isinstance(mixer, Mamba2)
-        return identity_convolution(mixer.conv_widths, mixer.conv_kernel)
+        _, head_dim, value_dim = head_sizes(mixer)
+        return Mamba2Config(heads=mixer.heads, head_dim=value_dim, state_size=head_dim, groups=mixer.heads)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from heddle.conversion.rewrite import EVERYTHING, Rewrite
-from heddle.conversion.weights import LAYER_PREFIX, CalibrationText, ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.decoder import build
 from heddle.model.lora import merged_weight
 from heddle.storage.model import LoraFolder, digest_tensors, read_lora, with_lora_folder
@@ -39,16 +39,8 @@ class _Merged(ConvertedWeights):
         self.saved = saved
         self.adapted = frozenset(f"{path}.weight" for path in saved.paths)
 
-    def convert_layer(self, index: int) -> dict[str, Tensor]:
-        """The layer with the adapters added."""
-        prefix = f"{LAYER_PREFIX}{index}."
-        return {name: self._merged(prefix + name, value) for name, value in self.source.layer(index).items()}
-
-    def convert_other(self, name: str) -> Tensor:
-        """Projections of the encoder may have adapters too."""
-        return self._merged(name, self.source.tensor(name))
-
-    def _merged(self, name: str, value: Tensor) -> Tensor:
+    def convert_parameter(self, name: str, value: Tensor) -> Tensor:
+        """The parameter with its adapter added, if it has one; projections of the encoder may have adapters too."""
         if name not in self.adapted:
             return value
         path, saved = name.removesuffix(".weight"), self.saved

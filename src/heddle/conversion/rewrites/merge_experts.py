@@ -17,11 +17,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from heddle.config import DesignError, Width
-from heddle.conversion.rewrite import Rewrite, replace_layers
+from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.weights import PROJECTIONS, CalibrationText, ConvertedWeights, LayerActivations, Weights
-from heddle.model.config import LayerConfig, ModelConfig
 from heddle.numerics.experts.mixture import route, run_experts
 from heddle.numerics.experts.sorted import ExpertAssignment, ExpertWeights
+from heddle.parts.feedforwards import FeedforwardConfig
 from heddle.parts.feedforwards.moe import MoE, MoEConfig
 
 OUTPUT_ELEMENTS = 2**25  # of all experts' outputs in memory
@@ -46,26 +46,13 @@ class MergeExperts(Rewrite):
         """Raises DesignError if no layer, or not every named one, has more experts whose scores can be added."""
         if self.top_k is not None and self.top_k > self.experts:
             raise DesignError("top_k", f"{self.top_k} is more than the {self.experts} experts that stay; give fewer")
-        changed: dict[int, LayerConfig] = {}
-        for index in self.selected_layers(source.design):
-            layer = source.design.layers[index]
-            mixture = layer.feedforward
-            obstacle = self._obstacle(mixture) if isinstance(mixture, MoEConfig) else "has no experts"
-            if obstacle is None and isinstance(mixture, MoEConfig):
-                changed[index] = layer.replace(feedforward=self._merged(mixture))
-            elif self.layers is not None:
-                raise DesignError(f"layers.{index}.feedforward", f"{obstacle}; leave this layer out")
-        if not changed:
-            reason = f"no layer has a mixture of more than {self.experts} experts whose scores can be added"
-            raise DesignError("feedforward", f"{reason}; give fewer, or --to keep_experts")
-        return _Merged(source, replace_layers(source.design, changed), text, frozenset(changed))
+        none = f"no layer has a mixture of more than {self.experts} experts whose scores can be added"
+        none = f"{none}; give fewer, or --to keep_experts"
+        return _Merged(source, self.change_feedforwards(source.design, self._merged, none), text)
 
-    def _merged(self, mixture: MoEConfig) -> MoEConfig:
-        top_k = min(mixture.top_k, self.experts) if self.top_k is None else self.top_k
-        router_bias = mixture.router_bias or mixture.routing in SOFTMAX
-        return mixture.replace(experts=self.experts, top_k=top_k, router_bias=router_bias)
-
-    def _obstacle(self, mixture: MoEConfig) -> str | None:
+    def _merged(self, mixture: FeedforwardConfig | None, path: str) -> FeedforwardConfig | str:
+        if not isinstance(mixture, MoEConfig):
+            return "has no experts"
         if mixture.experts <= self.experts:
             return f"has no more than {self.experts} experts"
         if mixture.groups is not None:
@@ -74,16 +61,12 @@ class MergeExperts(Rewrite):
             return "puts gates before the experts"
         if mixture.routing == "sparse_mixer" or mixture.router_softcap is not None or mixture.reads_tokens:
             return "has a router whose scores cannot be added"
-        return None
+        top_k = min(mixture.top_k, self.experts) if self.top_k is None else self.top_k
+        router_bias = mixture.router_bias or mixture.routing in SOFTMAX
+        return mixture.replace(experts=self.experts, top_k=top_k, router_bias=router_bias)
 
 
 class _Merged(ConvertedWeights):
-    def __init__(
-        self, source: Weights, design: ModelConfig, text: CalibrationText | None, changed: frozenset[int]
-    ) -> None:
-        super().__init__(source, design, text)
-        self.changed = changed
-
     @torch.no_grad()
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer with merged experts, in the order of each group's first one."""
@@ -108,7 +91,7 @@ class _Merged(ConvertedWeights):
             factors = sizes * (merged.experts / mixture.experts if mixture.renormalize else 1.0)
         if "feedforward.router.expert_bias" in layer and mixture.routing == "softmax_topk":
             layer["feedforward.router.expert_bias"] *= sizes  # it is added to sums of probabilities
-        own = {name: layer[f"feedforward.{name}"].double() for name in _expert_names(layer)}
+        own = {name: layer[f"feedforward.{name}"].double() for name in PROJECTIONS if f"feedforward.{name}" in layer}
         orders = {expert: order for group in groups for expert, order in _orders(own, group, mass).items()}
         for name, value in own.items():
             dim = -1 if name == "down.weight" else 0
@@ -119,11 +102,6 @@ class _Merged(ConvertedWeights):
             by_expert = factors.to(value.device).view(-1, *[1] * (mean.dim() - 1))
             layer[f"feedforward.{name}"] = mean * by_expert if name.startswith("down") else mean
         return layer
-
-
-def _expert_names(layer: Mapping[str, Tensor]) -> list[str]:
-    names = (f"{module}.{kind}" for module in PROJECTIONS for kind in ("weight", "bias"))
-    return [name for name in names if f"feedforward.{name}" in layer]
 
 
 def expert_outputs(activations: LayerActivations) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from heddle.config import DesignError, FiniteFloat
 from heddle.conversion.convert import open_source
 from heddle.conversion.rewrite import EVERYTHING, Rewrite
-from heddle.conversion.weights import LAYER_PREFIX, CalibrationText, ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.numerics.random import RandomStream
 
 STRAIGHT = 0.9995  # cosine of an angle so small that slerp is linear
@@ -166,16 +166,8 @@ class _Merged(ConvertedWeights):
         super().__init__(source, source.design)
         self.others, self.rewrite, self.model_weights = others, rewrite, weights
 
-    def convert_layer(self, index: int) -> dict[str, Tensor]:
-        """The layer, mixed."""
-        prefix = f"{LAYER_PREFIX}{index}."
-        return {name: self._mixed(prefix + name, value) for name, value in self.source.layer(index).items()}
-
-    def convert_other(self, name: str) -> Tensor:
-        """Embedding, final norm and head, mixed."""
-        return self._mixed(name, self.source.tensor(name))
-
-    def _mixed(self, name: str, value: Tensor) -> Tensor:
+    def convert_parameter(self, name: str, value: Tensor) -> Tensor:
+        """The parameter, mixed."""
         if not value.is_floating_point():
             return value
         others = [other.tensor(name).to(value.device, torch.float64) for other in self.others]

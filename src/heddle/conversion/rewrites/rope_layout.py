@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from heddle.config import DesignError
+from heddle.conversion.head_parameters import head_sizes
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
-from heddle.model.config import LayerConfig, ModelConfig
-from heddle.parts.mixers import MixerConfig
+from heddle.model.config import LayerConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.latent_attention import LatentAttentionConfig
 from heddle.parts.positions.rope import RopeConfig
@@ -33,40 +33,31 @@ class RopeLayout(Rewrite):
         changed: dict[int, LayerConfig] = {}
         for index in self.selected_layers(source.design):
             layer = source.design.layers[index]
-            mixer = rotary_mixer(layer.mixer)
-            if mixer is None or not isinstance(mixer.position, RopeConfig) or mixer.position.layout == self.layout:
+            mixer = layer.mixer
+            if not isinstance(mixer, RotaryMixerConfig) or not isinstance(mixer.position, RopeConfig):
                 continue
-            position = mixer.position.replace(layout=self.layout)
-            changed[index] = layer.replace(mixer=mixer.replace(position=position))
+            if mixer.position.layout != self.layout:
+                position = mixer.position.replace(layout=self.layout)
+                changed[index] = layer.replace(mixer=mixer.replace(position=position))
         if not changed:
             reason = f"no layer has RoPE in another layout than {self.layout}; name the other layout"
             raise DesignError("position.layout", reason)
-        return _Permuted(source, replace_layers(source.design, changed), frozenset(changed))
-
-
-def rotary_mixer(mixer: MixerConfig | None) -> RotaryMixerConfig | None:
-    """The mixer, if it is one with RoPE whose pairs can be permuted."""
-    is_rotated = isinstance(mixer, RotaryMixerConfig) and isinstance(mixer.position, RopeConfig)
-    return mixer if isinstance(mixer, RotaryMixerConfig) and is_rotated else None
+        return _Permuted(source, replace_layers(source.design, changed))
 
 
 class _Permuted(ConvertedWeights):
-    def __init__(self, source: Weights, design: ModelConfig, changed: frozenset[int]) -> None:
-        super().__init__(source, design)
-        self.changed = changed
-
     def convert_layer(self, index: int) -> dict[str, Tensor]:
         """The layer with the rotated dims of queries and keys in the other order."""
         layer = self.source.layer(index)
-        mixer = rotary_mixer(self.source.design.layers[index].mixer)
-        if index not in self.changed or mixer is None:
+        if index not in self.changed:
             return layer
+        mixer = self.source.design.layers[index].mixer
+        assert isinstance(mixer, RotaryMixerConfig)
         assert isinstance(mixer.position, RopeConfig)
         order = new_pair_order(mixer.position)
         if isinstance(mixer, AttentionConfig):
-            assert mixer.head_dim is not None
-            names = {"mixer.q": (0, mixer.head_dim), "mixer.k": (0, mixer.head_dim)}
-            names |= {"mixer.q_norm": (0, mixer.head_dim), "mixer.k_norm": (0, mixer.head_dim)}
+            _, head_dim, _ = head_sizes(mixer)
+            names = {f"mixer.{name}": (0, head_dim) for name in ("q", "k", "q_norm", "k_norm")}
         else:
             assert mixer.rope_dim is not None
             query = "mixer.q" if mixer.query_rank is None else "mixer.q_up"

@@ -4,20 +4,19 @@ Its r, k, v and output projections start from attention's, and its gate near 1; 
 initialized as in a new model.
 """
 
+from typing import Any, ClassVar
+
 from torch import Tensor
 
 from heddle.conversion.mixer_replacement import MixerReplacement
-from heddle.parts.mixers import Mixer, MixerConfig
-from heddle.parts.mixers.attention import AttentionConfig
+from heddle.parts.mixers import Mixer
 from heddle.parts.mixers.rwkv7 import RWKV7, RWKV7Config
 
 
 class RWKV7Replacement(MixerReplacement):
     """Replace full attention by `rwkv7`, fitted to attention's outputs."""
 
-    def new_config(self, mixer: AttentionConfig) -> MixerConfig:
-        """The same heads and head dims."""
-        return RWKV7Config(heads=mixer.heads, head_dim=mixer.head_dim, value_dim=mixer.value_dim)
+    new: ClassVar[type[Any]] = RWKV7Config
 
     def first_values(self, mixer: Mixer) -> dict[str, Tensor]:
         """The gate's second matrix, which reads σ(0): its rows sum to about 2."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from heddle.config import DesignError, PositiveInt, refuse
 from heddle.conversion.fit import check_fit_text, fit_chunks
+from heddle.conversion.head_parameters import state_elements
 from heddle.conversion.mixer_replacement import FittedRewrite, NewMixers
 from heddle.conversion.rewrite import replace_layers
 from heddle.conversion.rewrites.kv_heads import fit_output
@@ -76,7 +77,7 @@ class SharedKV(FittedRewrite):
         if self.keep is None and self.state_budget is None:
             return _SharedKeys(source, _sharing(design, self._named(kinds)), text, self)
         possible = [index for same in kinds.values() for index in same[1:]]
-        keep = None if self.keep is None else count_layers("keep", self.keep, len(possible))
+        keep = None if self.keep is None else count_layers(self.keep, len(possible))
         alone = _SharedKeys(source, _sharing(design, possible), text, self, _previous(kinds))
         added = replacement_losses(source, text, alone.replacement)
         own = self._budgeted(design, added) if keep is None else top_layers(added, keep)
@@ -125,9 +126,7 @@ class SharedKV(FittedRewrite):
 def _state_width(design: ModelConfig, index: int) -> int:
     """Elements of state per token of a layer's keys and values; 0 without attention."""
     mixer = design.layers[index].mixer
-    if not isinstance(mixer, AttentionConfig):
-        return 0
-    return (mixer.kv_heads or 0) * ((mixer.head_dim or 0) + (mixer.value_dim or 0))
+    return state_elements(mixer) if isinstance(mixer, AttentionConfig) else 0
 
 
 def _previous(kinds: Mapping[Any, list[int]]) -> dict[int, int]:
@@ -190,7 +189,7 @@ class _SharedKeys(NewMixers):
     ) -> None:  # fmt: skip
         read = {index: number for index, number in enumerate(design.kv_sources) if number is not None}
         self.sources = read if sources is None else {index: sources[index] for index in read}
-        super().__init__(source, design, text, rewrite, frozenset(self.sources))
+        super().__init__(source, design, text, rewrite)
         self.fitted, self._read = fitted, dict[int, list[Tensor]]()
 
     def new_parameters(self, index: int) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from heddle.conversion.branches import (
     scale_weight,
 )
 from heddle.conversion.rewrite import Rewrite
-from heddle.conversion.weights import LAYER_PREFIX, CalibrationText, ConvertedWeights, Weights
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, Weights
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.random import ParameterDraws
@@ -76,17 +76,19 @@ class _Wider(ConvertedWeights):
         self.seed, self.old, self.new = seed, build(source.design, device="meta"), build(design, device="meta")
         self.ratio = source.design.width / design.width
         self.gains = {f"{path}.weight" for path in _grown_norms(self.old, self.new)}
-        self.readers = {"head.weight"}
-        self.scaled = {index: self._check_layer(index) for index in range(design.depth)}
+        self.readers, self.scaled = {"head.weight"}, set[str]()
+        if source.design.embedding.scale:  # √width grows
+            self.scaled = {"embed.weight", "head.bias"} if source.design.head.tied else {"embed.weight"}
+        for index in range(design.depth):
+            self._check_layer(index)
 
-    def _check_layer(self, index: int) -> list[str]:
-        """Note the projections that read the stream, and return those whose output is normalized with the design's ε.
+    def _check_layer(self, index: int) -> None:
+        """Note the projections that read the stream, and those whose output is normalized with the design's ε.
 
         Raises DesignError for a layer in which more than readers and writers of the stream depend on the width.
         """
         old, new, path = layer_modules(self.old, index), layer_modules(self.new, index), f"layers.{index}"
         self._check_block(old.residual, new.residual, f"{path}.residual")
-        scaled = []
         for branch in branch_names(new):
             read = {f"{name}.weight" for name in input_projections(new, branch, path)}
             written = {f"{name}.{kind}" for name in output_projections(new, branch) for kind in ("weight", "bias")}
@@ -104,8 +106,7 @@ class _Wider(ConvertedWeights):
                     reason = "takes its ε from the design's norm, which a wider stream changes"
                     raise DesignError(f"{path}.{owner}.{name}", f"{reason}; leave the width alone")
                 _check_scaled(new.get_submodule(owner), projection, f"{path}.{owner}")
-                scaled.append(f"{owner}.{projection}")
-        return scaled
+                self.scaled |= {f"{path}.{owner}.{projection}.{kind}" for kind in ("weight", "bias")}
 
     def _check_block(self, old: nn.Module, new: nn.Module, path: str) -> None:
         """Raises DesignError for a residual block in which more than norms and projections depend on the width."""
@@ -117,23 +118,10 @@ class _Wider(ConvertedWeights):
                 reason = "depends on the width in a way that zeros do not preserve; leave the width alone"
                 raise DesignError(f"{path}.{name}", reason)
 
-    def convert_layer(self, index: int) -> dict[str, Tensor]:
-        """The layer with zeros written to the new dims."""
-        layer = self.source.layer(index)
-        for name in (f"{path}.{kind}" for path in self.scaled[index] for kind in ("weight", "bias")):
-            if name in layer:
-                layer[name] = scale_weight(layer[name], self.ratio**0.5)
-        prefix = f"{LAYER_PREFIX}{index}."
-        return {name: self._extended(prefix + name, value) for name, value in layer.items()}
-
-    def convert_other(self, name: str) -> Tensor:
-        """Embedding, final norm and head, extended."""
-        value = self.source.tensor(name)
-        if self.source.design.embedding.scale:
-            if name == "embed.weight":
-                value = scale_weight(value, self.ratio**0.5)  # the scale √width grows
-            if name == "head.bias" and self.source.design.head.tied:
-                value = scale_weight(value, self.ratio**0.5)
+    def convert_parameter(self, name: str, value: Tensor) -> Tensor:
+        """The parameter with its new dims; zeros are written to those of the stream. The encoder stays."""
+        if name in self.scaled:
+            value = scale_weight(value, self.ratio**0.5)
         return value if name.startswith("encoder.") else self._extended(name, value)
 
     def _extended(self, name: str, value: Tensor) -> Tensor:

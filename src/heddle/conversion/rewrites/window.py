@@ -7,7 +7,6 @@ window gets one; a smaller window stays. The conversion is exact for texts that 
 """
 
 import copy
-import itertools
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
@@ -15,11 +14,11 @@ from heddle.config import DesignError, PositiveInt
 from heddle.conversion.branches import layer_modules
 from heddle.conversion.rewrite import Rewrite, replace_layers
 from heddle.conversion.sensitivity import LayerCount, count_layers, hidden_attention, replacement_losses, top_layers
-from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights, layer_activations
+from heddle.conversion.weights import CalibrationText, ConvertedWeights, LayerActivations, Weights, activations_of
 from heddle.model.config import LayerConfig, ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.parts.mixers import Mixer
-from heddle.progress import print_status, progress_bar
+from heddle.progress import print_status
 
 
 class Window(Rewrite):
@@ -60,7 +59,7 @@ class Window(Rewrite):
         if self.keep is not None:
             assert text is not None
             self._check_reaches(text)
-            count = count_layers("keep", self.keep, len(changed))
+            count = count_layers(self.keep, len(changed))
             effects = self._effects(source, text, replace_layers(design, changed), frozenset(changed))
             full = top_layers(effects, count)
             what = "attention weight beyond it" if self.by == "attention" else "loss increase of each layer alone"
@@ -85,13 +84,8 @@ class Window(Rewrite):
             return replacement_losses(
                 source, text, lambda layer: _windowed_mixer(windowed, layer) if layer.index in changed else None
             )
-        effects, last = {}, max(changed)
-        with progress_bar("measuring attention", last + 1, "layers") as bar:
-            for activations in itertools.islice(layer_activations(source, text), last + 1):
-                if activations.index in changed:
-                    effects[activations.index] = hidden_attention(activations, self.window)
-                bar.advance(1)
-        return effects
+        measured = activations_of(source, text, changed, "measuring attention")
+        return {activations.index: hidden_attention(activations, self.window) for activations in measured}
 
 
 def _windowed_mixer(windowed: Decoder, activations: LayerActivations) -> Mixer:

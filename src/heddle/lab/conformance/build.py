@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -557,66 +558,51 @@ def _feeding_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequen
             whole = torch.cat((goldens[row][:kept], logits[len(fed) - (length - kept) :]))
             yield Bug(name, what, row, whole, _distance(whole, goldens[row]))
 
-    padding = [0] * (len(rows[0]) - len(rows[1]))
-    yield from bug("padding is read as text", "padding", 1, [*padding, *rows[1]])
-    yield from bug("positions begin after the padding", "padding", 1, rows[1], start=len(padding))
-    yield from bug("packed texts see each other", "packing", 0, [*rows[1], *rows[0]])
+    def turned(name: str, what: str, row: int, positions: list[int], fed: Sequence[int] = ()) -> Iterator[Bug]:
+        """Queries and keys are rotated by other positions than the mask's. fed: texts that end with the row."""
+
+        def by_positions(module: nn.Module, arguments: tuple[Tensor, Layout]) -> tuple[Tensor, Layout]:
+            x, layout = arguments
+            return x, replace(layout, positions=torch.tensor([positions]), start=None, is_checked=True, cache={})
+
+        rotations = [module for module in model.modules() if isinstance(module, Rotation)]
+        handles = [module.register_forward_pre_hook(by_positions) for module in rotations]
+        try:
+            logits = _logits(model, fed or rows[row]) if rotations else None
+        finally:
+            for handle in handles:
+                handle.remove()
+        if logits is not None:
+            last = logits[-len(rows[row]) :]
+            yield Bug(name, what, row, last, _distance(last, goldens[row]))
+
+    first, second = rows[:2]
+    padding = [0] * (len(first) - len(second))
+    yield from bug("padding is read as text", "padding", 1, [*padding, *second])
+    yield from bug("positions begin after the padding", "padding", 1, second, start=len(padding))
+    yield from bug("packed texts see each other", "packing", 0, [*second, *first])
     if model.causal:
         cut, kept = 7, ROLLBACK_TO
-        pieces = list(zip([0, *CUTS[1]], [*CUTS[1], len(rows[0])], strict=True))
+        pieces = list(pairwise([0, *CUTS[1], len(first)]))
         restarted = [position - start for start, stop in pieces for position in range(start, stop)]
         later = [position + (position >= kept) * (ROLLBACK_FROM - kept) for position in range(len(rows[3]))]
-        yield from bug("the text before is still in the cache", "logits", 1, [*rows[0], *rows[1]])
-        yield from bug("the cache is lost at a cut", "cuts", 0, rows[0][cut:], start=cut, kept=cut)
-        yield from bug("positions restart at a cut, without the cache", "cuts", 0, rows[0][cut:], kept=cut)
-        yield from _turned_bug(model, "positions restart at each cut", "cuts", 0, rows, goldens, restarted)
-        yield from bug("removed tokens stay in the cache", "rollback", 3, [*rows[0][:20], *rows[3][kept:]], kept=kept)
-        yield from _turned_bug(model, "removed tokens still count as positions", "rollback", 3, rows, goldens, later)
-        both, again = [[], [*rows[0], *rows[1]]], [*range(len(rows[0])), *range(len(rows[1]))]
+        yield from bug("the text before is still in the cache", "logits", 1, [*first, *second])
+        yield from bug("the cache is lost at a cut", "cuts", 0, first[cut:], start=cut, kept=cut)
+        yield from bug("positions restart at a cut, without the cache", "cuts", 0, first[cut:], kept=cut)
+        yield from turned("positions restart at each cut", "cuts", 0, restarted)
+        yield from bug("removed tokens stay in the cache", "rollback", 3, [*first[:20], *rows[3][kept:]], kept=kept)
+        yield from turned("removed tokens still count as positions", "rollback", 3, later)
+        again = [*range(len(first)), *range(len(second))]
         name = "the text before is still in the cache, positions restart"
-        yield from _turned_bug(model, name, "logits", 1, both, goldens, again)
-        late = [*range(len(rows[1]) - GOES_ON), *range(len(rows[0]) - GOES_ON, len(rows[0]))]
-        yield from _turned_bug(
-            model, "a padded batch continues at the positions of its longest row", "padding", 1, rows, goldens, late
-        )
-        for window in {
-            layer.mixer.window for _, layer in model.config.expand() if isinstance(layer.mixer, AttentionConfig)
-        }:
-            if window is not None:
-                inside = [min(start, window - 1) + index for start, stop in pieces for index in range(stop - start)]
-                yield from _turned_bug(
-                    model, "positions are counted within the window", "cuts", 0, rows, goldens, inside
-                )
-    both, again = [[*rows[1], *rows[0]]], [*range(len(rows[1])), *range(len(rows[0]))]
-    name = "packed texts see each other, positions restart"
-    yield from _turned_bug(model, name, "packing", 0, both, goldens, again)
-
-
-def _turned_bug(
-    model: Decoder,
-    name: str,
-    what: str,
-    row: int,
-    rows: Sequence[Sequence[int]],
-    goldens: Sequence[Tensor],
-    positions: list[int],
-) -> Iterator[Bug]:
-    """A row whose queries and keys are rotated by other positions than the mask's; its last tokens are compared."""
-
-    def turned(module: nn.Module, arguments: tuple[Tensor, Layout]) -> tuple[Tensor, Layout]:
-        x, layout = arguments
-        return x, replace(layout, positions=torch.tensor([positions]), start=None, is_checked=True, cache={})
-
-    rotations = [module for module in model.modules() if isinstance(module, Rotation)]
-    handles = [module.register_forward_pre_hook(turned) for module in rotations]
-    try:
-        logits = _logits(model, rows[min(row, len(rows) - 1)]) if rotations else None
-    finally:
-        for handle in handles:
-            handle.remove()
-    if logits is not None:
-        last = logits[-len(goldens[row]) :]
-        yield Bug(name, what, row, last, _distance(last, goldens[row]))
+        yield from turned(name, "logits", 1, again, [*first, *second])
+        late = [*range(len(second) - GOES_ON), *range(len(first) - GOES_ON, len(first))]
+        yield from turned("a padded batch continues at the positions of its longest row", "padding", 1, late)
+        mixers = [layer.mixer for _, layer in model.config.expand()]
+        for window in {each.window for each in mixers if isinstance(each, AttentionConfig) and each.window is not None}:
+            inside = [min(start, window - 1) + index for start, stop in pieces for index in range(stop - start)]
+            yield from turned("positions are counted within the window", "cuts", 0, inside)
+    again = [*range(len(second)), *range(len(first))]
+    yield from turned("packed texts see each other, positions restart", "packing", 0, again, [*second, *first])
 
 
 def _tensors(goldens: Goldens, bugs: Sequence[Bug]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from xml.etree import ElementTree
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from heddle.errors import CheckpointError, ConfigError, HeddleError
 from heddle.exchange.load import load
@@ -254,13 +256,18 @@ def engine_of(name: str, dtype: str) -> Engine:
     )
 
 
-@contextmanager
-def _command(command: str, folder: Path) -> Iterator[Model]:
+def _started(name: str, command: str, folder: Path, **pipes: Any) -> subprocess.Popen[Any]:
+    """Start an engine's command for a model. Raises ConfigError if it does not start. name: of the engine."""
     arguments = [part.replace("{model}", str(folder)) for part in shlex.split(command)]
     try:
-        process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(arguments, **pipes)
     except OSError as error:
-        raise ConfigError(f"--engine {command}: does not start ({error.strerror}); give a command that does") from None
+        raise ConfigError(f"--engine {name}: does not start ({error.strerror}); give a command that does") from None
+
+
+@contextmanager
+def _command(command: str, folder: Path) -> Iterator[Model]:
+    process = _started(command, command, folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def read(tokens: list[int], keep: int) -> list[list[float]]:
         assert process.stdin is not None
@@ -315,11 +322,7 @@ class OneText(Model):
 def _server(name: str, folder: Path) -> Iterator[Model]:
     """A server that is started for the model, and ended after it. name: its URL and its command."""
     url, _, command = name.partition(" ")
-    arguments = [part.replace("{model}", str(folder)) for part in shlex.split(command)]
-    try:
-        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    except OSError as error:
-        raise ConfigError(f"--engine {name}: does not start ({error.strerror}); give a command that does") from None
+    process = _started(name, command, folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with process:
         try:
             yield _when_it_answers(url, folder, process, name)
@@ -468,22 +471,22 @@ class HeddleModel(Model):
             logits, state = self._run(torch.tensor([rows[index][:read] for index in chosen]), None, state)
             after, _ = self._run(torch.tensor([second[read:]]), None, state.select([1]))
             return [Answer(chosen[1], 0, logits[1]), Answer(chosen[1], read, after[0])]
-        first = rows[chosen[0]]
         try:
-            kept = case["read"] - case["keep"] if way == "rollback" else 0
-            state = self.model.init_state(1, cache_length=len(first), rollback=kept)
-            if way == "cut":
-                found = []
-                for start, stop in zip([0, *case["cuts"]], [*case["cuts"], len(first)], strict=True):
-                    logits, state = self._run(torch.tensor([first[start:stop]]), None, state)
-                    found.append(Answer(chosen[0], start, logits[0]))
-                return found
-            then = rows[chosen[1]]
-            logits, state = self._run(torch.tensor([first[: case["read"]]]), None, state)
-            after, _ = self._run(torch.tensor([then[case["keep"] :]]), None, state.rollback(kept))
-            return [Answer(chosen[0], 0, logits[0]), Answer(chosen[1], case["keep"], after[0])]
+            return self._pieces(case, rows)
         except HeddleError as error:
             raise NotSeenError(str(error)) from None
+
+    def _pieces(self, case: Mapping[str, Any], rows: Sequence[Sequence[int]]) -> list[Answer]:
+        """Cuts and rollbacks: pieces that are read with the state of the text before them."""
+        removed = case["read"] - case["keep"] if case["way"] == "rollback" else 0
+        state = self.model.init_state(1, cache_length=len(rows[case["rows"][0]]), rollback=removed)
+        found: list[Answer] = []
+        for tokens, keep, row in requests(case, rows):
+            if found and removed:
+                state = state.rollback(removed)
+            logits, state = self._run(torch.tensor([tokens]), None, state)
+            found.append(Answer(row, keep, logits[0]))
+        return found
 
     def greedy(self, row: Sequence[int], tokens: int) -> list[int]:
         """By `heddle.generate`."""
@@ -494,15 +497,11 @@ class HeddleModel(Model):
 
 def padded(rows: Sequence[Sequence[int]], chosen: Sequence[int], side: str) -> tuple[Tensor, Tensor]:
     """Token ids [B, T] with zeros at padding, and the mask [B, T], 1 at tokens."""
-    texts = [list(rows[index]) for index in chosen]
-    width = max(map(len, texts))
-    fill = [[0] * (width - len(text)) for text in texts]
-    tokens = [[*pad, *text] if side == "left" else [*text, *pad] for pad, text in zip(fill, texts, strict=True)]
-    masks = [
-        [0] * len(pad) + [1] * len(text) if side == "left" else [1] * len(text) + [0] * len(pad)
-        for pad, text in zip(fill, texts, strict=True)
-    ]
-    return torch.tensor(tokens), torch.tensor(masks)
+    texts = [torch.tensor(rows[index]) for index in chosen]
+    tokens, mask = (
+        pad_sequence(each, batch_first=True, padding_side=side) for each in (texts, list(map(torch.ones_like, texts)))
+    )
+    return tokens, mask
 
 
 class TransformersModel(Model):
@@ -555,23 +554,19 @@ class TransformersModel(Model):
             return [Answer(index, 0, row[real.bool()]) for index, row, real in zip(chosen, logits, mask, strict=True)]
         if way == "packed":
             raise NotSeenError("its classes disagree on which rows are packed")
-        if way == "cut":
+        if way in ("cut", "rollback"):
             found: list[Answer] = []
             cache = start
-            for begin, stop in pairwise([0, *case["cuts"], len(first)]):
-                result = self._run(first[begin:stop], begin, use_cache=True, **cache)
+            for piece, keep, row in requests(case, rows):
+                if found and way == "rollback":
+                    try:
+                        next(iter(cache.values())).crop(case["keep"] - case["read"])
+                    except (AttributeError, RuntimeError, ValueError) as error:
+                        raise NotSeenError(f"its cache cannot be cropped ({shorten(str(error), 80)})") from None
+                result = self._run(piece, keep, use_cache=True, **cache)
                 cache = self._cache(result)
-                found.append(Answer(chosen[0], begin, result.logits[0]))
+                found.append(Answer(row, keep, result.logits[0]))
             return found
-        if way == "rollback":
-            result = self._run(first[: case["read"]], use_cache=True, **start)
-            cache = self._cache(result)
-            try:
-                next(iter(cache.values())).crop(case["keep"] - case["read"])
-            except (AttributeError, RuntimeError, ValueError) as error:
-                raise NotSeenError(f"its cache cannot be cropped ({shorten(str(error), 80)})") from None
-            after = self._run(rows[chosen[1]][case["keep"] :], case["keep"], use_cache=True, **cache)
-            return [Answer(chosen[0], 0, result.logits[0]), Answer(chosen[1], case["keep"], after.logits[0])]
         return self._dropped(case, rows, start)
 
     @torch.no_grad()
@@ -653,6 +648,23 @@ def table(findings: Sequence[Finding]) -> list[str]:
                 bug = f": {each.bug}" if each.bug else f" {each.reason}".rstrip()
                 lines.append(f"    {each.property}, {each.way}: off by {each.distance:.3g}{layer}{bug}")
     return lines
+
+
+def conformance_page(engine: str, precision: str, findings: Sequence[Finding]) -> str:
+    """The page as one HTML document; the same findings give the same bytes."""
+    from heddle.lab.pages.render import render
+
+    return render(
+        "conformance.html",
+        title=f"Conformance of {engine}",
+        engine=engine,
+        precision=precision,
+        cases=len(findings),
+        properties=[name for name in PROPERTIES if any(each.property == name for each in findings)],
+        models=statuses(findings),
+        wrong=[each for each in findings if each.status == WRONG],
+        reasons=Counter(each.reason for each in findings if each.status == NOT_SEEN),
+    )
 
 
 def junit(findings: Sequence[Finding], name: str) -> str:

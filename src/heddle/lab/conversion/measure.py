@@ -159,13 +159,12 @@ class MeasurementText:
         """The first windows, on which layers are compared."""
         starts = np.cumsum([0, *(len(batch.tokens) for batch in self.windows)]).tolist()
         left = [self.settings.layer_rows - start for start in starts]
-        return [_rows(batch, 0, rows) for batch, rows in zip(self.windows, left, strict=False) if rows > 0]
+        return [_first_rows(batch, rows) for batch, rows in zip(self.windows, left, strict=False) if rows > 0]
 
 
-def _rows(batch: Batch, first: int, count: int) -> Batch:
+def _first_rows(batch: Batch, count: int) -> Batch:
     """At most `count` rows of a batch of text."""
-    rows = slice(first, first + count)
-    return Batch(batch.tokens[rows], batch.doc_lengths[rows], batch.sample_indices[rows])
+    return Batch(batch.tokens[:count], batch.doc_lengths[:count], batch.sample_indices[:count])
 
 
 @dataclass(frozen=True)

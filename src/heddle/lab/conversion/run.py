@@ -19,7 +19,7 @@ from heddle.conversion.convert import (
     CONVERSION_FILE,
     Conversion,
     ConversionSource,
-    conversion_difference,
+    holds_conversion,
     open_source,
     saved_conversion,
 )
@@ -280,7 +280,7 @@ def is_converted(conversion: Conversion, out: Path, healed: bool | None) -> bool
         return False
     saved = saved_conversion(out)
     was_healed = saved.pop("healing", None) is not None
-    return healed in (None, was_healed) and saved == _identity(conversion)
+    return healed in (None, was_healed) and saved == to_plain_json(conversion.describe())
 
 
 def write_baselines(baselines: Mapping[str, Conversion], write: WriteModel, folder: Path) -> dict[str, Path]:
@@ -289,7 +289,7 @@ def write_baselines(baselines: Mapping[str, Conversion], write: WriteModel, fold
     for number, (name, conversion) in enumerate(baselines.items(), start=1):
         paths[name] = path = folder / str(number)
         print_status(f"baseline {number} of {len(baselines)}: {name}")
-        if not _is_complete(conversion, path):
+        if not holds_conversion(path, conversion):
             write(conversion, path)
     return paths
 
@@ -359,7 +359,7 @@ def report_variants(
         path = folder / variant.file_name
         print_status(f"conversion {number} of {len(variants)}: {variant.name}")
         try:
-            if not _is_complete(conversion, path):
+            if not holds_conversion(path, conversion):
                 write(conversion, path)
         except (DesignError, ConfigError) as error:
             print_status(f"left out: {variant.name}: {error}")
@@ -383,24 +383,6 @@ def report_variants(
         with suppress(OSError):  # it holds what healing made worse
             left.rmdir()
     return measured
-
-
-def _is_complete(conversion: Conversion, folder: Path) -> bool:
-    """Whether a folder holds this conversion. Raises CheckpointError if it holds another."""
-    if not folder.is_dir():
-        return False
-    saved = saved_conversion(folder)
-    saved.pop("healing", None)
-    difference = conversion_difference(saved, _identity(conversion))
-    if difference:
-        remedy = "give its options again, remove it, or choose another name"
-        raise CheckpointError(f"{folder}: holds another conversion: {difference}; {remedy}")
-    return True
-
-
-def _identity(conversion: Conversion) -> dict[str, Any]:
-    identity: dict[str, Any] = to_plain_json(conversion.describe())
-    return identity
 
 
 def _move_work_aside(folder: Path) -> Path:

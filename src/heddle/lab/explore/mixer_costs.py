@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 def pair_count(n: Quantities) -> Number:
     """(query, key) pairs that the fields `window` and `causal` leave, as `numerics.attention.mask.visible_pairs`."""
-    seen = n.least(n.default("window", n.tokens), n.tokens)
-    each_side = n.least(n.default("window", n.tokens), n.tokens - 1)
-    causal = seen * (seen + 1) / 2 + (n.tokens - seen) * seen
+    window = n.default("window", n.tokens)
+    each_side = n.least(window, n.tokens - 1)
     both_sides = n.tokens * (2 * each_side + 1) - each_side * (each_side + 1)
-    return n.causal * causal + (1 - n.causal) * both_sides
+    return n.causal * window_pairs(n, window) + (1 - n.causal) * both_sides
 
 
 def chunk_pair_count(n: Quantities) -> Number:

@@ -114,7 +114,8 @@ class Judge:
         for task in tasks:
             if task.request["trainer"]:
                 results[task] = task.saved_result() or foreign.run(task, self.ledger)
-        return [results.get(task, _timed_out(task)) for task in tasks]
+        late = "exceeded the time limit"
+        return [results.get(task) or {"status": "failed", "message": f"{task.label}: {late}"} for task in tasks]
 
     def losses(self, tasks: Sequence[Task], required: bool = False) -> list[float]:
         """Bits per byte of tasks; infinite for a run that diverged. Raises RunFailed for a run that did not finish."""
@@ -570,10 +571,6 @@ def _head(ledger: Ledger, entry: Mapping[str, Any]) -> dict[str, Any]:
         "number": entry["number"], "name": entry["name"], "against": entry["against"],
         "continues": entry["continues"], "match": ledger.settings.match, "decisions_left": ledger.decisions_left,
     }  # fmt: skip
-
-
-def _timed_out(task: Task) -> dict[str, Any]:
-    return {"status": "failed", "message": f"{task.label}: exceeded the time limit"}
 
 
 def _forget_checkpoints(task: Task, result: Mapping[str, Any]) -> None:

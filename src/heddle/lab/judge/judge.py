@@ -245,7 +245,10 @@ def server(settings: JudgeSettings) -> Any:
                     return {"error": f"files: {name!r}: must be a name without folders"}
                 Path(folder, name).write_text(text, encoding="utf-8")
             words = (str(Path(folder, "proposal.yaml")),)
-            return _answer(replace(settings, action="submit", words=words, more=more, quiet=True))
+            try:
+                return dict(judge(replace(settings, action="submit", words=words, more=more, quiet=True)))
+            except HeddleError as error:
+                return {"error": str(error)}
 
     def show() -> dict[str, Any]:
         """Every verdict so far, the decisions that are left, and the incumbent: its design in YAML, its files."""
@@ -262,14 +265,6 @@ def server(settings: JudgeSettings) -> Any:
     for tool in (submit, show):
         protocol.tool()(tool)
     return protocol
-
-
-def _answer(settings: JudgeSettings) -> dict[str, Any]:
-    try:
-        verdict: dict[str, Any] = judge(settings)
-    except HeddleError as error:
-        return {"error": str(error)}
-    return verdict
 
 
 def summary(ledger: Ledger) -> dict[str, Any]:

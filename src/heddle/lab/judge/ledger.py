@@ -16,6 +16,7 @@ import yaml
 
 from heddle.data.samples import GOLDEN_GAMMA, splitmix64
 from heddle.errors import CheckpointError, ConfigError, DataError
+from heddle.lab.compare.results import parse
 from heddle.lab.judge.settings import JudgeSettings
 from heddle.storage.file_io import write_file
 from heddle.storage.run_log import LOG_FILE, RunLog, read_log, to_plain_json
@@ -53,9 +54,7 @@ class Candidate:
     @classmethod
     def read(cls, data: dict[str, Any]) -> Self:
         """Read what `dump` returned."""
-        pairs = {"parts": tuple((file, digest) for file, digest in data["parts"])}
-        lists = {name: tuple(data[name]) for name in ("data", "changed")}
-        return cls(**{**data, **pairs, **lists})
+        return parse(cls, data)
 
     def part_files(self, folder: Path) -> list[str]:
         """The absolute paths of its parts. Raises CheckpointError for one that was changed since it was accepted."""
@@ -91,7 +90,7 @@ class Windows:
     @property
     def tuning(self) -> Spans:
         """The tokens from and to that tune and calibrate."""
-        return self._spans(0, max(1, self.count // TUNING_SHARE))
+        return self._spans(0, self._first)
 
     @property
     def final(self) -> range:

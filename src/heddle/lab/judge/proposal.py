@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from heddle import progress
-from heddle.config import load_part
+from heddle.config import PARTS, load_part
 from heddle.data.cache import json_sha256
 from heddle.data.corpus import prepare_corpus
 from heddle.data.token_file import TokenFile
@@ -295,7 +295,6 @@ def apply_change(
         training=base.training | change.get("training", {}),
         data=tuple(change.get("data", base.data)),
         parts=(*base.parts, *parts),
-        trainer=base.trainer,
         changed=(*base.changed, number),
     )
 
@@ -477,8 +476,6 @@ def _with_codes(data: Any, codes: Mapping[str, str]) -> Any:
 
 def _known_codes() -> dict[str, str]:
     """The kinds of the package by the hash of their code."""
-    from heddle.config import PARTS
-
     return {
         code_hash(file.read_text(encoding="utf-8")): file.stem
         for slot in ("feedforwards", "mixers", "norms", "positions", "residuals", "scalings")

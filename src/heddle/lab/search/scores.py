@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from heddle.config import DesignError
 from heddle.conversion.convert import Conversion
+from heddle.conversion.head_parameters import head_sizes
 from heddle.conversion.mixer_replacement import MixerReplacement
 from heddle.conversion.rewrite import Rewrite, naming_layers, replace_layers, rewrites
 from heddle.conversion.rewrites.layerwise import assembled, check_only_layers
@@ -74,13 +75,13 @@ class Replacement:
 def default_targets(design: ModelConfig, sequence_length: int) -> list[str]:
     """The targets of rewrites that could lower the costs of a design's layers."""
     mixers = [layer.mixer for layer in design.layers if isinstance(layer.mixer, AttentionConfig)]
-    heads = {count for mixer in mixers for count in ((mixer.kv_heads or 0) // 2, (mixer.kv_heads or 0) // 4, 1)}
+    sizes = [(*head_sizes(mixer), mixer.position) for mixer in mixers]
+    heads = {count for kv_heads, *_ in sizes for count in (kv_heads // 2, kv_heads // 4, 1)}
     targets = [f"kv_heads={count}" for count in sorted(heads - {0}, reverse=True)]
-    sizes = ((each.kv_heads, each.head_dim, each.value_dim, each.position) for each in mixers)
     for kv_heads, head_dim, value_dim, position in dict.fromkeys(sizes):
         for share in LATENT_SHARES:
-            size = int(share * (kv_heads or 0) * ((head_dim or 0) + (value_dim or 0)))
-            rope = min(head_dim or 0, size // 4) // 2 * 2 if isinstance(position, RopeConfig) else 0
+            size = int(share * kv_heads * (head_dim + value_dim))
+            rope = min(head_dim, size // 4) // 2 * 2 if isinstance(position, RopeConfig) else 0
             options = f"kv_rank={size - rope}" + (f",rope_dim={rope}" if rope else "")
             targets.append(f"latent_attention,{options}")
     targets += [f"window={sequence_length // share}" for share in WINDOW_SHARES if sequence_length >= share]
@@ -107,17 +108,13 @@ def chosen_targets(design: ModelConfig, sequence_length: int, only: Sequence[str
     for entry in only:
         named = [target for target in defaults if re.split("[=,]", target)[0] == entry]
         if not named:
-            parse_rewrite(_with_layers(entry, (0,)))
+            _rewrite(entry, (0,))
         targets += named or [entry]
     return list(dict.fromkeys(targets))
 
 
-def _with_layers(target: str, layers: Sequence[int]) -> str:
-    return f"layers.{','.join(map(str, layers))}.{target}"
-
-
 def _rewrite(target: str, layers: Sequence[int]) -> Rewrite:
-    return parse_rewrite(_with_layers(target, layers))
+    return parse_rewrite(f"layers.{','.join(map(str, layers))}.{target}")
 
 
 class Replacements:
