@@ -7,7 +7,7 @@ python -m tests.covering      writes tests/goldens/refused_pairs.txt: the pairs 
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -250,7 +250,7 @@ def label_of(value: Any) -> str:
     return "a list" if isinstance(value, tuple) else "a number"
 
 
-def fewest(options: dict[Key, set[str]]) -> list[Key]:
+def fewest(options: Mapping[Key, Set[Any]]) -> list[Key]:
     """A few keys that have, together, every option: greedy."""
     left, chosen = dict(options), []
     while any(left.values()):

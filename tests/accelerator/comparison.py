@@ -125,20 +125,19 @@ def differences(got: Results, want: Results) -> list[str]:
 
 def faults_of(config: ModelConfig) -> list[str]:
     """What differs between the two devices in every layout, in decoding and in a training step, and every wait."""
+    on_cpu = model_of(config, CPU)
+    want = {name: forward_and_backward(on_cpu, make()) for name, make in layouts().items()}
+    want["decoding"] = decoded(on_cpu) if on_cpu.causal else {}
+    got: dict[str, Results] = {}
     faults: list[str] = []
-    on_cpu, names = model_of(config, CPU), layouts()
-    for name, make in names.items():
-        want = forward_and_backward(on_cpu, make())
-        with pretending() as log, DEVICE:
-            model = model_of(config, DEVICE)
-            got = forward_and_backward(model, make())
-        waits = [wait for wait in log.report if " at laws/" not in wait]  # those of the inputs
-        faults += [f"{name}: {fault}" for fault in (*differences(got, want), *waits)]
-    if on_cpu.causal:
-        want = decoded(on_cpu)
-        with pretending(), DEVICE:
-            got = decoded(model_of(config, DEVICE))
-        faults += [f"decoding: {fault}" for fault in differences(got, want)]
+    with pretending() as log, DEVICE:
+        model = model_of(config, DEVICE)
+        for name, make in layouts().items():
+            log.clear()
+            got[name] = forward_and_backward(model, make())
+            faults += [f"{name}: {wait}" for wait in log.report if " at laws/" not in wait]  # those of the inputs
+        got["decoding"] = decoded(model) if on_cpu.causal else {}
+    faults += [f"{name}: {fault}" for name in want for fault in differences(got[name], want[name])]
     if has_training_step(config):
         faults += [f"step: {fault}" for fault in step_faults(config)]
     return faults

@@ -17,16 +17,14 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from heddle.generation.decode import PinnedDecoder
-from heddle.generation.model_runner import GenerationRequest, ModelRunner
-from heddle.generation.sampling import Sampler
-from heddle.laws.harness import encoder_output_for, layout_for, model_under_test, random_tokens
+from heddle.laws.harness import layout_for, model_under_test, random_tokens
 from heddle.model.decoder import Decoder
 from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.random import RandomKey, use_random_key
 from heddle.parts.layout import Layout
 from heddle.parts.modules.router_statistics import record_router_statistics
 from tests.cases import case
+from tests.generation.loops import pinned_decoder
 
 GOLDEN = Path(__file__).parent.parent / "goldens/graphs.json"
 PAGE = Path(__file__).parent.parent.parent / "docs/gpu/budgets.md"
@@ -134,7 +132,7 @@ def decode(name: str, tokens: int = TOKENS) -> Cell:
     """Compile the decoding step of a case. Raises AssertionError if a token differs from the eager ones."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    eager, traced = _decoder(name), _decoder(name)
+    eager, traced = (pinned_decoder(model_under_test(case(name)), PROMPT, TOKENS, LIMIT) for _ in range(2))
     step = torch.compile(traced.step, backend=counter, fullgraph=True)
     try:
         for _ in range(tokens):
@@ -144,19 +142,6 @@ def decode(name: str, tokens: int = TOKENS) -> Cell:
     except torch._dynamo.exc.TorchDynamoException as error:
         return Cell(0, tokens, _reason(error))
     return Cell(counter.frame_count, tokens)
-
-
-def _decoder(name: str) -> PinnedDecoder:
-    """A decoder after a prompt, whose first token of the limit is chosen."""
-    model = model_under_test(case(name))
-    state = model.init_state(ROWS, LIMIT, encoder_output_for(model, ROWS))
-    prompts = random_tokens(model.config, ROWS, PROMPT)
-    request = GenerationRequest(prompts.tolist(), TOKENS, Sampler(1.0, top_p=0.9, seed=3))
-    runner = ModelRunner(model)
-    _, state = runner.forward(prompts, None, state)
-    decoder = PinnedDecoder(runner, request, prompts[:, 0], state)
-    decoder.grow(LIMIT)
-    return decoder
 
 
 def _reason(error: Exception) -> str:

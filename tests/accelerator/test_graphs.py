@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from heddle.generation.decode import PinnedDecoder
 from tests.accelerator import graphs
 from tests.accelerator.graphs import Cell, read
 
@@ -41,14 +42,14 @@ def test_all_tokens_take_one_graph(mixer: str) -> None:
 
 def test_a_number_that_changes_with_each_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: the index of the token is a Python number."""
-    original = graphs.PinnedDecoder._read_tokens
+    original = PinnedDecoder._read_tokens
 
-    def read_tokens(self: graphs.PinnedDecoder, state: object) -> object:
+    def read_tokens(self: PinnedDecoder, state: object) -> object:
         self.count = getattr(self, "count", 0) + 1  # type: ignore[attr-defined]
         self.position = torch.full((), self.count)  # type: ignore[attr-defined]
         return original(self, state)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(graphs.PinnedDecoder, "_read_tokens", read_tokens)
+    monkeypatch.setattr(PinnedDecoder, "_read_tokens", read_tokens)
     assert graphs.decode(graphs.MIXERS["window"], 3).graphs > 1
 
 

@@ -24,7 +24,7 @@ from heddle.lab.conversion import convert as convert_module
 from heddle.lab.conversion import measure as measure_module
 from heddle.lab.conversion import run as run_module
 from heddle.lab.conversion.convert import _ConversionJob
-from heddle.lab.conversion.results import harmed_models, parse_results
+from heddle.lab.conversion.results import ConversionResults, harmed_models, parse_results
 from heddle.model.decoder import Decoder, Layer, build
 from heddle.model.load_config import load_config
 from heddle.storage.file_io import read_json_file
@@ -43,6 +43,8 @@ from tests.training.test_resume import dying
 
 QUICK = ["--sequence-length", "16", "--report-tokens", "128", "--calibration-tokens", "256", "--quiet"]
 SPEED = ["--speed-context-length", "4", "--speed-context-length", "8", "--device", "cpu"]
+FEWER = ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
+SWEEP = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean"]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,26 @@ def _short_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def command(workspace: Path, out: Path, *options: str) -> list[str]:
     return ["convert", f"{workspace}/run", str(out), "--data", f"{workspace}/text", *QUICK, *SPEED, *options]
+
+
+def aloud(words: list[str]) -> list[str]:
+    """The same command, which says what it does."""
+    return [word for word in words if word != "--quiet"]
+
+
+def report_of(out: Path) -> ConversionResults:
+    """What a conversion reported."""
+    return parse_results(read_json_file(out / "convert.json"))
+
+
+def stages_of(out: Path) -> list[str]:
+    """The stage of each model in a report."""
+    return [model.stage for model in report_of(out).models]
+
+
+def steps_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """As if a step of training took so long."""
+    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [seconds])
 
 
 @pytest.fixture
@@ -79,8 +101,7 @@ def test_one_conversion_is_measured_before_and_after_healing(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "fewer"
-    target = ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
-    assert run_command(command(workspace, out, *target, "--heal", "256")) == 0
+    assert run_command(command(workspace, out, *FEWER, "--heal", "256")) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].endswith(
         "bits per byte on held-out text after healing (beginning mid-text, without BOS, on other sequences than "
@@ -89,7 +110,7 @@ def test_one_conversion_is_measured_before_and_after_healing(
     assert printed[1].startswith("The original is hardly trained (")
     assert printed[2].startswith("With half of the state (128 B per token at 8k), the model ")
     assert printed[-2:] == [f"report: {out}/convert.html", str(out)]
-    results = parse_results(read_json_file(out / "convert.json"))
+    results = report_of(out)
     assert [model.stage for model in results.models] == ["original", "converted", "healed"]
     keys = [model.key for model in results.models]
     assert len(set(keys)) == 3
@@ -99,8 +120,8 @@ def test_one_conversion_is_measured_before_and_after_healing(
     assert tokenizer is not None
     assert model.config.resolved().layers[0].mixer.dump()["kv_heads"] == 2  # type: ignore[union-attr]
     for again, sentence in (
-        ([*target, "--heal", "256"], f"{out}: exists already: this conversion is finished, see {out}/convert.html; "),
-        (target, f"{out}: exists already: another conversion, of `heddle convert "),
+        ([*FEWER, "--heal", "256"], f"{out}: exists already: this conversion is finished, see {out}/convert.html; "),
+        (FEWER, f"{out}: exists already: another conversion, of `heddle convert "),
     ):
         assert run_command(command(workspace, out, *again)) == 2
         assert sentence in capsys.readouterr().err
@@ -186,7 +207,7 @@ def test_a_healing_is_evaluated_on_as_much_text_as_the_report(
         return evaluate(model, job, tokens, *others)
 
     monkeypatch.setattr(loop, "evaluate", watch)
-    options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal", "128"]
+    options = [*FEWER, "--heal", "128"]
     assert run_command(command(workspace, tmp_path / "fewer", *options)) == 0
     printed = capsys.readouterr().out
     assert "after healing (beginning mid-text, without BOS, on other sequences than the report's)" in printed
@@ -199,10 +220,10 @@ def test_a_budget_counts_what_is_read_after_healing(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a report, too: four rows take as long as 1.3 steps of one row."""
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [60.0])
+    steps_take(monkeypatch, 60.0)
     monkeypatch.setattr(budget_module, "time_reading", lambda batch, model: 20.0 / 16)
-    options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "1", "--heal", "6400"]
-    words, fits = [*options, "--report-tokens", "0", "--budget", "30m"], []
+    words = [*FEWER, "--heal-batch-size", "1", "--heal", "6400", "--report-tokens", "0", "--budget", "30m"]
+    fits = []
     for name in ("counted", "not counted"):
         assert run_command(command(workspace, tmp_path / name, *words)) == 1
         fits.append(int(capsys.readouterr().err.partition("give --heal ")[2].partition(" ")[0]) // 16)
@@ -251,8 +272,7 @@ def test_a_budget_knows_how_long_the_report_takes(
     if fault:
         step = 60.0 + 2 * 3 * 16 * 0.01
         monkeypatch.setattr(run_module, "time_reading", lambda batch, model: step / 3 / 16)
-    options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "1"]
-    words = command(workspace, tmp_path / "fewer", *options)
+    words = command(workspace, tmp_path / "fewer", *FEWER, "--heal-batch-size", "1")
     assert run_command([*words, "--heal", "640000", "--budget", "60m"]) == 1
     said = capsys.readouterr().err.partition("the report, which takes about ")[2].partition(";")[0]
     number, unit = said.split()
@@ -288,8 +308,7 @@ def test_a_healing_says_how_long_it_takes(
         return [60.0, 50.0, 100.0]
 
     monkeypatch.setattr(budget_module, "time_training_steps", time_steps)
-    options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal", str(tokens), "--heal-batch-size", "4"]
-    words = [word for word in command(workspace, tmp_path / "fewer", *options) if word != "--quiet"]
+    words = aloud(command(workspace, tmp_path / "fewer", *FEWER, "--heal", str(tokens), "--heal-batch-size", "4"))
     assert run_command(words) == 0
     time = ", about 32 min (60 s/step)" if steps > 20 else "; the first will show how long they take"
     said = f"healing: {steps} steps of 64 tokens{time}"
@@ -304,9 +323,8 @@ def test_a_healing_longer_than_the_budget_is_refused_with_what_fits(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before its first step; what was converted is kept, and a command with as many tokens as are named goes on."""
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [60.0])
-    options = ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
-    words = [word for word in command(workspace, tmp_path / "fewer", *options) if word != "--quiet"]
+    steps_take(monkeypatch, 60.0)
+    words = aloud(command(workspace, tmp_path / "fewer", *FEWER, "--heal-batch-size", "4", "--budget", "30m"))
     assert run_command([*words, "--heal", "6400"]) == 1
     err = capsys.readouterr().err
     assert "--heal 6400: takes about 100 min, and --budget 30m leaves" in err
@@ -317,7 +335,7 @@ def test_a_healing_longer_than_the_budget_is_refused_with_what_fits(
     assert (tmp_path / "fewer.work").is_dir()
     assert run_command([*words, "--heal", str(fits)]) == 0
     assert f"healing: {fits // 64} steps of 64 tokens, about" in capsys.readouterr().err
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1e6])
+    steps_take(monkeypatch, 1e6)
     words[2] = str(tmp_path / "other")
     assert run_command([*words, "--heal", "6400"]) == 1
     assert re.search(r"; give --budget \d+m or more, or --heal 0; ", capsys.readouterr().err)
@@ -326,9 +344,9 @@ def test_a_healing_longer_than_the_budget_is_refused_with_what_fits(
 def test_a_sweep_is_refused_by_the_time_of_all_healings(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [60.0])
-    options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
-    assert run_command([*command(workspace, tmp_path / "sweep", *options), "--heal", "1280"]) == 1
+    steps_take(monkeypatch, 60.0)
+    words = command(workspace, tmp_path / "sweep", *SWEEP, "--heal-batch-size", "4", "--budget", "30m")
+    assert run_command([*words, "--heal", "1280"]) == 1
     assert "--heal 1280: takes about 40 min" in capsys.readouterr().err
 
 
@@ -336,16 +354,15 @@ def test_a_budget_alone_heals_for_what_it_leaves(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All variants as long, also those that a later call heals, whatever a step takes then."""
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [6.0])
-    options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
-    words = [word for word in command(workspace, tmp_path / "sweep", *options) if word != "--quiet"]
+    steps_take(monkeypatch, 15.0)
+    words = aloud(command(workspace, tmp_path / "sweep", *SWEEP, "--heal-batch-size", "4", "--budget", "30m"))
     with dying(monkeypatch, "apply_gradients", 3, before=True):
         assert run_command(words) != 0
     said = capsys.readouterr().err
     steps = int(said.partition("the budget chose: --heal ")[2].partition(" ")[0]) // 64
-    assert 100 < steps < 150  # of 6 s twice, in 30 minutes less the report of five models
+    assert 50 <= steps < 60  # of 15 s twice, in 30 minutes less the report of five models
     assert f"{steps * 64} (what the budget leaves)" in said
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1.0])
+    steps_take(monkeypatch, 1.0)
     assert run_command(words) == 0
     assert "the budget chose" not in capsys.readouterr().err
     documents = sorted((tmp_path / "sweep").rglob("conversion.json"))
@@ -357,9 +374,8 @@ def test_a_sweep_that_chose_not_to_heal_keeps_to_it(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later call has more time for the variants that are left, and would heal these alone; the next one is new."""
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [600.0])
-    options = ["--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", "--heal-batch-size", "4", "--budget", "30m"]
-    words = [word for word in command(workspace, tmp_path / "sweep", *options) if word != "--quiet"]
+    steps_take(monkeypatch, 600.0)
+    words = aloud(command(workspace, tmp_path / "sweep", *SWEEP, "--heal-batch-size", "4", "--budget", "30m"))
     with monkeypatch.context() as patch:
         chosen: list[Path] = []
 
@@ -373,12 +389,11 @@ def test_a_sweep_that_chose_not_to_heal_keeps_to_it(
         assert run_command(words) != 0
     assert "the budget chose: no healing" in capsys.readouterr().err
     assert (chosen[0] / "conversion.json").is_file()
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1e-3])
+    steps_take(monkeypatch, 1e-3)
     assert run_command(words) == 0
-    results = parse_results(read_json_file(tmp_path / "sweep/convert.json"))
-    assert [model.stage for model in results.models] == ["original", "converted", "converted"]
+    assert stages_of(tmp_path / "sweep") == ["original", "converted", "converted"]
     (tmp_path / "sweep").rename(tmp_path / "first")
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [6.0])
+    steps_take(monkeypatch, 15.0)
     assert run_command(words) == 0
     assert "the budget chose: --heal" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "sweep"]
@@ -389,7 +404,7 @@ def test_a_budget_chooses_the_calibration_and_refuses_one_that_does_not_fit(
 ) -> None:
     """On the shortest text, 64 tokens, it takes 40 s; a later call keeps to what was chosen."""
     monkeypatch.setattr(budget_module, "calibration_seconds", lambda *_: 40.0)
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1e4])
+    steps_take(monkeypatch, 1e4)
     words = command(workspace, tmp_path / "fewer", "--to", "kv_heads=2")
     words = [word for word in words if word not in ("--quiet", "--calibration-tokens", "256")]
     assert run_command([*words, "--budget", "30s"]) == 2
@@ -419,9 +434,9 @@ def dying_report(*arguments: Any) -> None:
 def test_a_long_budget_reads_the_text_once(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1e-3])
-    words = command(workspace, tmp_path / "fewer", "--to", "kv_heads=2,groups=contiguous,merge=mean", "--budget", "9h")
-    assert run_command([word for word in words if word != "--quiet"]) == 0
+    steps_take(monkeypatch, 1e-3)
+    words = command(workspace, tmp_path / "fewer", *FEWER, "--budget", "9h")
+    assert run_command(aloud(words)) == 0
     said = capsys.readouterr().err
     chosen = int(said.partition("the budget chose: --heal ")[2].partition(" ")[0])
     assert f"{chosen} (the whole text once, in less than the budget)" in said
@@ -437,12 +452,11 @@ def test_a_budget_without_room_converts_alone(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], built: list[Weights]
 ) -> None:
     """Also a call whose report was interrupted goes on with the model as it is."""
-    words = command(workspace, tmp_path / "fewer", "--to", "kv_heads=2,groups=contiguous,merge=mean", "--budget", "1s")
-    assert run_command([word for word in words if word != "--quiet"]) == 0
+    words = command(workspace, tmp_path / "fewer", *FEWER, "--budget", "1s")
+    assert run_command(aloud(words)) == 0
     assert "the budget chose: no healing" in capsys.readouterr().err
     assert "healing" not in (tmp_path / "fewer/conversion.json").read_text(encoding="utf-8")
-    results = parse_results(read_json_file(tmp_path / "fewer/convert.json"))
-    assert [model.stage for model in results.models] == ["original", "converted"]
+    assert stages_of(tmp_path / "fewer") == ["original", "converted"]
     assert len(built) == 2
     (tmp_path / "fewer/convert.html").unlink()  # as a call leaves it that ended before the page
     assert run_command(words) == 0
@@ -453,7 +467,7 @@ def test_an_exact_conversion_has_nothing_to_heal(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = command(workspace, tmp_path / "exact", "--to", "rope_layout,layout=interleaved", "--budget", "30m")
-    assert run_command([word for word in words if word != "--quiet"]) == 0
+    assert run_command(aloud(words)) == 0
     assert "an exact conversion needs no healing" in capsys.readouterr().err
     assert "healing" not in (tmp_path / "exact/conversion.json").read_text(encoding="utf-8")
 
@@ -468,8 +482,7 @@ def test_an_exact_conversion_has_nothing_to_heal(
 def test_budgets_that_cannot_be(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], code: int, named: str
 ) -> None:
-    target = ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
-    assert run_command([*command(workspace, tmp_path / "fewer", *target), *options]) == code
+    assert run_command([*command(workspace, tmp_path / "fewer", *FEWER), *options]) == code
     assert named in capsys.readouterr().err
 
 
@@ -486,7 +499,7 @@ def test_a_sweep_continues_where_it_was_killed(
     assert len(built) == 4  # only the interrupted model is measured again
     printed = capsys.readouterr().out
     assert f"report: {out}/convert.html" in printed
-    results = parse_results(read_json_file(out / "convert.json"))
+    results = report_of(out)
     names = ["original", *(f"kv_heads={count}, groups=contiguous, merge=mean" for count in (2, 1))]
     assert [model.name for model in results.models] == names
     (warning,) = results.warnings
@@ -532,17 +545,16 @@ def test_a_finished_healing_leaves_its_log_and_no_checkpoint(
     workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: list[str]
 ) -> None:
     """What a resume needs stays while a killed call can continue, also in the report."""
-    out, target = tmp_path / "out", ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
-    words = command(workspace, out, *target, "--heal", "512", *stages)
+    out = tmp_path / "out"
+    words = command(workspace, out, *FEWER, "--heal", "512", *stages)
     with monkeypatch.context() as patch:
         patch.setattr(convert_module, "report_conversion", dying_report)
         assert run_command(words) == 130
     assert any(name.startswith("heal/checkpoints/") for name in files_beside(out))
     assert any(name.startswith("converted/") for name in files_beside(out))
     assert run_command(words) == 0
-    results = parse_results(read_json_file(out / "convert.json"))
-    assert [model.stage for model in results.models] == ["original", "converted", "healed"]
-    assert not harmed_models(results)
+    assert stages_of(out) == ["original", "converted", "healed"]
+    assert not harmed_models(report_of(out))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     folders = ["healing", "healing-1"] if stages else ["healing"]
     assert sorted(path.name for path in out.iterdir() if path.is_dir()) == folders
@@ -559,25 +571,24 @@ def test_what_healing_made_worse_is_kept_as_it_was(
     """In a sweep, too; without a report nobody knows, and one that comes later says that the model is healed."""
     harm = ["--heal", "512", "--heal-lr", "0.5"]
     out = tmp_path / "one"
-    assert run_command(command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean", *harm)) == 0
+    assert run_command(command(workspace, out, *FEWER, *harm)) == 0
     assert "kept in the folder that ends in .work" in capsys.readouterr().out
     assert {name.partition("/")[0] for name in files_beside(out)} == {"converted"}
     assert load(tmp_path / "one.work/converted")[0].config == load(out)[0].config
     out = tmp_path / "two"
-    words = command(workspace, out, "--sweep", "kv_heads=2,1,groups=contiguous,merge=mean", *harm)
+    words = command(workspace, out, *SWEEP, *harm)
     assert run_command(words) == 0
-    harmed = {model.source for model in harmed_models(parse_results(read_json_file(out / "convert.json")))}
+    harmed = {model.source for model in harmed_models(report_of(out))}
     assert harmed
     assert {name.split("/")[1] for name in files_beside(out)} == {f"{name}.work" for name in harmed}
     assert {name.split("/")[2] for name in files_beside(out)} == {"converted"}
     out = tmp_path / "three"
-    words = command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean", "--heal", "256")
+    words = command(workspace, out, *FEWER, "--heal", "256")
     index = words.index("--report-tokens")
     assert run_command([*words[:index], "--report-tokens", "0", *words[index + 2 :]]) == 0
     assert not (tmp_path / "three.work").exists()
     assert run_command(words) == 0
-    results = parse_results(read_json_file(out / "convert.json"))
-    assert [model.stage for model in results.models] == ["original", "healed"]
+    assert stages_of(out) == ["original", "healed"]
 
 
 def test_a_refused_healing_is_left_out_as_the_refusal_says(
@@ -591,15 +602,14 @@ def test_a_refused_healing_is_left_out_as_the_refusal_says(
         return build_models(job)
 
     monkeypatch.setattr(budget_module, "build_models", build_once)
-    monkeypatch.setattr(budget_module, "time_training_steps", lambda job, built: [1e6])
+    steps_take(monkeypatch, 1e6)
     out = tmp_path / "out"
-    words = command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean", "--budget", "30m")
+    words = command(workspace, out, *FEWER, "--budget", "30m")
     assert run_command([*words, "--heal", "6400"]) == 1
     assert "or --heal 0; converted models are kept" in capsys.readouterr().err
     assert builds == [1]
     assert run_command([*words, "--heal", "0"]) == 0
-    stages = [model.stage for model in parse_results(read_json_file(out / "convert.json")).models]
-    assert stages == ["original", "converted"]
+    assert stages_of(out) == ["original", "converted"]
     assert not out.with_name("out.work").joinpath("converted").exists()
 
 
@@ -610,10 +620,7 @@ def test_a_refused_healing_is_left_out_as_the_refusal_says(
         (["--sweep", "kv_heads=2,2"], "'kv_heads=2':"),
         (["--sweep", "kv_heads=2", "--report-tokens", "0"], "--report-tokens 0:"),
         (["--to", "kv_heads=2", "--report-tokens", "60"], "--report-tokens 60:"),
-        (
-            ["--to", "kv_heads=2,groups=contiguous,merge=mean", "--speed-context-length", "0"],
-            "--speed-context-length 0:",
-        ),
+        ([*FEWER, "--speed-context-length", "0"], "--speed-context-length 0:"),
         (["--sweep", "kv_heads=3,groups=contiguous,merge=mean"], "kv_heads"),
         (["--to", "kv_heads=3"], "kv_heads"),
         (["--to", "kv_heads=2", "--to", "kv_heads=3"], "kv_heads"),
@@ -654,7 +661,7 @@ def test_a_window_that_no_sequence_of_the_report_fills_is_said(
     out = tmp_path / "wide"
     assert run_command(command(workspace, out, "--to", "window=64")) == 0
     printed = capsys.readouterr()
-    results = parse_results(read_json_file(out / "convert.json"))
+    results = report_of(out)
     length = results.text.sequence_length
     assert length <= 64
     (warning,) = results.warnings
@@ -668,7 +675,7 @@ def test_a_window_that_no_sequence_of_the_report_fills_is_said(
 
 def test_a_report_can_be_left_out(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bare"
-    words = command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean", "--report-tokens", "0")
+    words = command(workspace, out, *FEWER, "--report-tokens", "0")
     assert run_command(words) == 0
     assert capsys.readouterr().out.splitlines() == [str(out)]
     assert not (out / "convert.html").exists()
@@ -733,26 +740,24 @@ def test_a_refusal_of_multi_token_modules_names_the_command_that_works(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(build(load_config(small.design(multi_token={"depth": 1}))), tmp_path / "model")
-    target = ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
-    assert run_command(["convert", str(tmp_path / "model"), *target, "--dry-run"]) == 2
+    assert run_command(["convert", str(tmp_path / "model"), *FEWER, "--dry-run"]) == 2
     assert "give --to drop_multi_token before it" in capsys.readouterr().err
     first = ["--to", "drop_multi_token"]
-    assert run_command(["convert", str(tmp_path / "model"), *first, *target, "--dry-run"]) == 0
+    assert run_command(["convert", str(tmp_path / "model"), *first, *FEWER, "--dry-run"]) == 0
 
 
 def test_a_state_that_grows_is_said_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a model with fewer learned positions than the context at which states are compared."""
     design = small.design(embedding={"position": {"kind": "learned", "length": 32}})
     save(build(load_config(design)), tmp_path / "model")
-    target = ["--to", "kv_heads=2,groups=contiguous,merge=mean"]
-    assert run_command(["convert", str(tmp_path / "model"), *target, "--dry-run", "--json"]) == 0
+    assert run_command(["convert", str(tmp_path / "model"), *FEWER, "--dry-run", "--json"]) == 0
     before = json.loads(capsys.readouterr().out)["before"]
     assert before["context_length"] == 32
     assert before["state_bytes"] > 0
-    assert run_command(["convert", str(tmp_path / "model"), *target, "--dry-run"]) == 0
+    assert run_command(["convert", str(tmp_path / "model"), *FEWER, "--dry-run"]) == 0
     assert "\nFLOPs per token at 32 " in capsys.readouterr().out
     assert all(name.isidentifier() for name in before)
-    words = ["convert", str(tmp_path / "model"), str(tmp_path / "more"), *target, "--report-tokens", "0", "--quiet"]
+    words = ["convert", str(tmp_path / "model"), str(tmp_path / "more"), *FEWER, "--report-tokens", "0", "--quiet"]
     assert run_command(words) == 0
     assert "the state grows to 2.0 times" in capsys.readouterr().err
 
@@ -784,7 +789,7 @@ def test_a_killed_report_is_finished_by_the_same_command(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    words = command(workspace, out, "--to", "kv_heads=2,groups=contiguous,merge=mean")
+    words = command(workspace, out, *FEWER)
 
     def interrupt(weights: Weights) -> Decoder:
         raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 """`heddle import` and `heddle export` on the command line, checked against transformers."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from tests.exchange.hf_models import AutoModelForCausalLM, saved
 from tests.exchange.test_tokenizer_files import folder_of
 from tests.exchange.tokenizer_cases import MEASURED
 
+SIZES = ["--sequence-length", "32", "--batch-size", "2", "--steps", "3", "--device", "cpu", "-q"]
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -23,21 +26,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("trained")
     small.folder(root / "text")
     command = ["train", "preset:gqa-tiny", "layers.0.repeat=2", "--data", f"{root}/text", "--out", f"{root}/run"]
-    sizes = [
-        "--sequence-length",
-        "32",
-        "--batch-size",
-        "2",
-        "--steps",
-        "3",
-        "--vocab-size",
-        "300",
-        "--device",
-        "cpu",
-        "-q",
-    ]
-    assert run_command([*command, *sizes]) == 0
+    assert run_command([*command, "--vocab-size", "300", *SIZES]) == 0
     return root / "run"
+
+
+@pytest.fixture(scope="module")
+def gguf(trained: Path) -> Path:
+    """The same as a GGUF file, which no test changes."""
+    file = trained.with_name("model.gguf")
+    assert run_command(["export", str(trained), str(file), "--format", "gguf", "-q"]) == 0
+    return file
 
 
 def test_export_and_import_round_trip(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,9 +58,8 @@ def test_export_as_another_family_that_fits(trained: Path, tmp_path: Path, capsy
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.model_type == "mistral"
 
 
-def test_a_gguf_comes_back(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["export", str(trained), f"{tmp_path}/model.gguf", "--format", "gguf", "-q"]) == 0
-    assert run_command(["import", f"{tmp_path}/model.gguf", f"{tmp_path}/back", "-q"]) == 0
+def test_a_gguf_comes_back(trained: Path, gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["import", str(gguf), f"{tmp_path}/back", "-q"]) == 0
     assert "llama of" in capsys.readouterr().out
     again, tokenizer = heddle.load(tmp_path / "back")
     model, _ = heddle.load(trained)
@@ -146,22 +143,19 @@ def test_a_conversion_names_the_class_that_an_export_writes(
 
 
 @pytest.mark.parametrize("name", ["sha256-4f2a", "MODEL.GGUF", "model.gguf.download"])
-def test_a_gguf_of_another_name_is_read(name: str, trained: Path, tmp_path: Path) -> None:
+def test_a_gguf_of_another_name_is_read(name: str, gguf: Path, tmp_path: Path) -> None:
     """Caches name files by their hash."""
-    assert run_command(["export", str(trained), f"{tmp_path}/model.gguf", "--format", "gguf", "-q"]) == 0
-    (tmp_path / "model.gguf").rename(tmp_path / name)
+    shutil.copy(gguf, tmp_path / name)
     assert run_command(["import", f"{tmp_path}/{name}", f"{tmp_path}/back", "-q"]) == 0
     assert heddle.load(tmp_path / "back")[1] is not None
     assert run_command(["verify", f"{tmp_path}/{name}"]) == 0
     assert run_command(["generate", f"{tmp_path}/{name}", "--prompt", "a"]) == 2
 
 
-def test_a_gguf_gets_a_chat_template_which_an_export_keeps(trained: Path, tmp_path: Path) -> None:
+def test_a_gguf_gets_a_chat_template_which_an_export_keeps(gguf: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", encoding="utf-8")
-    assert run_command(["export", str(trained), f"{tmp_path}/model.gguf", "--format", "gguf", "-q"]) == 0
-    words = ["import", f"{tmp_path}/model.gguf", f"{tmp_path}/back", "--chat-template", str(template), "-q"]
-    assert run_command(words) == 0
+    assert run_command(["import", str(gguf), f"{tmp_path}/back", "--chat-template", str(template), "-q"]) == 0
     _, tokenizer = heddle.load(tmp_path / "back")
     assert tokenizer is not None
     assert ChatFormat(tokenizer, tokenizer.companion_files).template == template.read_text(encoding="utf-8")
@@ -224,13 +218,10 @@ def test_nothing_is_replaced(
     ],
 )
 def test_user_errors(
-    command: list[str], words: str, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: list[str], words: str, trained: Path, gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    bad, gguf = tmp_path / "bad.jinja", tmp_path / "model.gguf"
+    bad = tmp_path / "bad.jinja"
     bad.write_text("{% for %}", encoding="utf-8")
-    if "{gguf}" in command:
-        assert run_command(["export", str(trained), str(gguf), "--format", "gguf", "-q"]) == 0
-        capfd.readouterr()
     arguments = [part.format(trained=trained, out=tmp_path / "out", bad=bad, gguf=gguf) for part in command]
     assert run_command(arguments) == 2
     error = capfd.readouterr().err
@@ -253,9 +244,8 @@ def test_a_foreign_model_keeps_its_family(tmp_path: Path) -> None:
 def test_an_imported_model_is_trained_on_with_its_own_tokenizer_and_leaves_with_it(name: str, tmp_path: Path) -> None:
     folder, text = folder_of(name, tmp_path / "theirs"), small.folder(tmp_path / "text")
     assert run_command(["import", str(folder), f"{tmp_path}/ours", "-q"]) == 0
-    sizes = ["--sequence-length", "32", "--batch-size", "2", "--steps", "3", "--device", "cpu", "-q"]
     command = ["train", "--from", f"{tmp_path}/ours", "--data", str(text), "--lora", "2", "--out", f"{tmp_path}/run"]
-    assert run_command([*command, *sizes]) == 0
+    assert run_command([*command, *SIZES]) == 0
     assert run_command(["export", f"{tmp_path}/run", f"{tmp_path}/out", "-q"]) == 0
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes(), file

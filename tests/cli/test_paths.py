@@ -17,21 +17,15 @@ MAX_SECONDS = 60  # for what would otherwise wait for ever
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A design, a text, a run, its export, and one of each thing that is no file and no folder."""
-    root = tmp_path_factory.mktemp("w")  # short, since the name of a socket may not be long
-    small.folder(root / "text")
-    small.design_file(root / "good.yaml")
-    data = ["--data", f"{root}/text", "--out", f"{root}/run", "--quiet"]
-    assert run_command(["train", f"{root}/good.yaml", *data, *SIZE.split()]) == 0
-    assert run_command(["export", f"{root}/run", f"{root}/exported"]) == 0
+def workspace(workspace: Path) -> Iterator[Path]:
+    """With one of each thing that is no file and no folder."""
     for suffix in ("", ".gguf"):
-        os.mkfifo(root / f"pipe{suffix}")
-        os.symlink(f"circle{suffix}", root / f"circle{suffix}")
-    (root / "file").write_text("no folder")
+        os.mkfifo(workspace / f"pipe{suffix}")
+        os.symlink(f"circle{suffix}", workspace / f"circle{suffix}")
+    (workspace / "file").write_text("no folder")
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(f"{root}/socket")
-        yield root
+        listening.bind(f"{workspace}/socket")
+        yield workspace
 
 
 THINGS = {

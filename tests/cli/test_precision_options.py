@@ -14,17 +14,8 @@ from heddle.model.copies import should_compile
 from heddle.model.decoder import Decoder
 from heddle.storage.model import load
 from heddle.training import built_models, loop
-from tests import small
 
 SIZE = ["--sequence-length", "16", "--batch-size", "4", "--device", "cpu", "--steps", "2", "--quiet"]
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("workspace")
-    small.folder(root / "text")
-    small.design_file(root / "design.yaml")
-    return root
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +26,7 @@ def filled_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(workspace: Path, out: Path, *options: str) -> int:
     data = ["--data", f"{workspace}/text", "--out", str(out)]
-    return run_command(["train", f"{workspace}/design.yaml", *data, *SIZE, *options])
+    return run_command(["train", f"{workspace}/good.yaml", *data, *SIZE, *options])
 
 
 def test_weights_in_bfloat16(workspace: Path, tmp_path: Path) -> None:
@@ -129,7 +120,7 @@ def test_a_run_keeps_how_its_layers_were_compiled(
 
     def said(out: Path) -> str:
         data = ["--data", f"{workspace}/text", "--out", str(out)]
-        assert run_command(["train", f"{workspace}/design.yaml", *data, *SIZE[:-1], "--compile"]) == 0
+        assert run_command(["train", f"{workspace}/good.yaml", *data, *SIZE[:-1], "--compile"]) == 0
         return capsys.readouterr().err
 
     monkeypatch.setattr(built_models, "compiled", compiled)

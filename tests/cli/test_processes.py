@@ -17,22 +17,13 @@ from heddle.storage import run_log
 from heddle.storage.checkpoints import checkpoint_folder, checkpoint_steps
 from heddle.storage.folder import tensors_sha256
 from heddle.storage.lock import RunLock
-from tests import small
 
 HEDDLE = [sys.executable, "-W", "error", "-m", "heddle"]
 SIZE = ["--sequence-length", "16", "--batch-size", "4", "--device", "cpu", "--threads", "1"]
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("workspace")
-    small.folder(root / "text")
-    small.design_file(root / "design.yaml")
-    return root
-
-
 def train(workspace: Path, out: Path, *options: str) -> list[str]:
-    return ["train", f"{workspace}/design.yaml", "--data", f"{workspace}/text", "--out", str(out), *SIZE, *options]
+    return ["train", f"{workspace}/good.yaml", "--data", f"{workspace}/text", "--out", str(out), *SIZE, *options]
 
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_space(workspace: Path, tmp_path: Path) -> None:
@@ -94,7 +85,7 @@ def test_an_ascii_terminal(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> 
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     with pytest.raises(SystemExit) as caught:
-        main(["show", f"{workspace}/design.yaml", "--device", "cpu"])
+        main(["show", f"{workspace}/good.yaml", "--device", "cpu"])
     assert caught.value.code == 0
     assert "mixer and feed-forward" in written.getvalue().decode("ascii")
 
@@ -172,9 +163,6 @@ def test_a_damaged_line_of_a_log_is_named_and_no_other_line_is_lost(
 def test_two_processes_cannot_write_one_output(
     command: str, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not (workspace / "exported").exists():
-        assert run_command(train(workspace, workspace / "run", "--steps", "1", "--quiet")) == 0
-        assert run_command(["export", f"{workspace}/run", f"{workspace}/exported"]) == 0
     arguments = [word.replace("@/", f"{workspace}/").replace("?", f"{tmp_path}/out") for word in command.split()]
     out = Path(next(word for word in arguments if word.startswith(str(tmp_path))))
     holding = f"import sys, {RunLock.__module__} as lock\nwith lock.lock_output(lock.Path({str(out)!r})):\n"
@@ -200,7 +188,7 @@ def test_two_comparisons_cannot_share_a_folder(
 ) -> None:
     with RunLock(tmp_path / "out"):
         capsys.readouterr()
-        arguments = ["compare", f"{workspace}/design.yaml", "--data", f"{workspace}/text", "--out", f"{tmp_path}/out"]
+        arguments = ["compare", f"{workspace}/good.yaml", "--data", f"{workspace}/text", "--out", f"{tmp_path}/out"]
         assert run_command(arguments) == 2
         assert f"{tmp_path}/out:" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]

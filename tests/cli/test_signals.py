@@ -21,22 +21,8 @@ from heddle.lab import verify
 from heddle.model import size
 from heddle.storage import file_io, folder
 from heddle.storage import model as model_folder
-from tests import small
 
-SIZE = ["--sequence-length", "16", "--batch-size", "4", "--steps", "2", "--device", "cpu"]
 NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A design, a text, a run that trained on it, and its export."""
-    root = tmp_path_factory.mktemp("workspace")
-    small.folder(root / "text")
-    small.design_file(root / "good.yaml")
-    data = ["--data", f"{root}/text", "--out", f"{root}/run", "--quiet"]
-    assert run_command(["train", f"{root}/good.yaml", *data, *SIZE]) == 0
-    assert run_command(["export", f"{root}/run", f"{root}/exported"]) == 0
-    return root
 
 
 # Each command, and the function during which the signal arrives. Training answers with a save: test_kills.py.

@@ -3,9 +3,20 @@
 A variant is what its config says beside `BASE`; shapes are awkward (head_dim is not width / heads, groups are odd).
 """
 
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 Fields = dict[str, Any]
+
+
+def words(text: str) -> frozenset[str]:
+    """The names in a text."""
+    return frozenset(text.split())
+
+
+def without(fields: Fields, *left_out: str) -> Fields:
+    """The fields but these."""
+    return {name: fields[name] for name in fields if name not in left_out}
 
 
 class Case(NamedTuple):
@@ -19,13 +30,13 @@ class Case(NamedTuple):
     """
 
     variants: dict[str, Fields]
-    inert: frozenset[str] = frozenset()
+    inert: Set[str] = frozenset()
     exact: bool = False
     base: Fields | None = None
-    refused: frozenset[str] = frozenset()
-    live: frozenset[str] = frozenset()
-    fixed: frozenset[str] = frozenset()
-    inexact: frozenset[str] = frozenset()
+    refused: Set[str] = frozenset()
+    live: Set[str] = frozenset()
+    fixed: Set[str] = frozenset()
+    inexact: Set[str] = frozenset()
     narrow: bool = False
 
 
@@ -42,13 +53,12 @@ BASE: Fields = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+NO_HIDDEN: Fields = without(BASE, "intermediate_size")
 # Fields of any config that no trained model computes with.
-INERT = frozenset(
-    """
+INERT = words("""
     initializer_range max_position_embeddings attention_dropout use_cache pretraining_tp bos_token_id eos_token_id
     pad_token_id transformers_version
-    """.split()  # noqa: SIM905
-)
+""")
 
 
 def scaled(kind: str, **fields: Any) -> Fields:
@@ -68,22 +78,17 @@ ROUNDED: Fields = {  # of one type of layers: transformers finds no `truncate` i
     "beta_fast": 8.0, "beta_slow": 1.0,
 }  # fmt: skip
 FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
-STATE_SPACES: Fields = {name: BASE[name] for name in BASE if not name.startswith("num_") and name[0] != "h"}
-STATE_SPACES |= {"hidden_size": 42, "num_hidden_layers": 3, "chunk_size": 16}
-del STATE_SPACES["intermediate_size"]
-OF_STATE_SPACES = frozenset(
-    """
+STATE_SPACES: Fields = without(BASE, "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+STATE_SPACES |= {"chunk_size": 16}
+OF_STATE_SPACES = words("""
     time_step_min time_step_max time_step_floor time_step_rank use_mamba_kernels residual_in_fp32
     rescale_prenorm_residual
-    """.split()  # noqa: SIM905
-)
-SCANS: Fields = {name: STATE_SPACES[name] for name in STATE_SPACES if name != "chunk_size"}
-OF_SCANS = frozenset(
-    """
+""")
+SCANS: Fields = without(STATE_SPACES, "chunk_size")
+OF_SCANS = words("""
     expand residual_in_fp32 time_step_scale time_step_min time_step_max time_step_floor rescale_prenorm_residual
     use_mambapy use_associative_scan
-    """.split()  # noqa: SIM905
-)
+""")
 OWN_RANK: Fields = {"use_bias": True, "tie_word_embeddings": False, "time_step_rank": 7, "expand": 3}
 OWN_RANK |= {"state_size": 3, "conv_kernel": 2, "use_conv_bias": False, "layer_norm_epsilon": 1e-3}
 JAMBA: Fields = {
@@ -99,7 +104,7 @@ NEMOTRON_DENSE: Fields = {
     "chunk_size": 16,
 }
 NEMOTRON = NEMOTRON_DENSE | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 15}
-OF_LOSSES = frozenset(["output_router_logits", "router_aux_loss_coef"])
+OF_LOSSES = {"output_router_logits", "router_aux_loss_coef"}
 GRANITE: Fields = {
     "hidden_size": 42, "intermediate_size": 20, "shared_intermediate_size": 15, "mamba_n_heads": 12, "mamba_d_head": 7,
     "mamba_d_state": 5, "mamba_chunk_size": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
@@ -108,7 +113,7 @@ GRANITE: Fields = {
 BAMBA: Fields = {
     "mamba_n_heads": 12, "mamba_d_head": 7, "mamba_d_state": 5, "mamba_chunk_size": 16, "attn_layer_indices": [1],
 }  # fmt: skip
-OF_BAMBA = frozenset({"num_logits_to_keep", "z_loss_coefficient"})
+OF_BAMBA = {"num_logits_to_keep", "z_loss_coefficient"}
 FALCON_PLAIN: Fields = {
     "mamba_d_ssm": 42, "mamba_n_heads": 14, "mamba_d_head": 3, "mamba_d_state": 5, "mamba_chunk_size": 16,
 }  # fmt: skip
@@ -117,24 +122,20 @@ FALCON: Fields = FALCON_PLAIN | {
     "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9,
     "ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.6], "mlp_multipliers": [0.8, 1.4],
 }  # fmt: skip
-OF_FALCON = frozenset({"mamba_expand", "num_logits_to_keep", "plain:mamba_norm_before_gate"})
-OF_NEMOTRON_EXPERTS = frozenset(
-    """
+OF_FALCON = {"mamba_expand", "num_logits_to_keep", "plain:mamba_norm_before_gate"}
+OF_NEMOTRON_EXPERTS = words("""
     moe_intermediate_size moe_shared_expert_intermediate_size n_routed_experts num_experts_per_tok routed_scaling_factor
     norm_topk_prob n_group topk_group
-    """.split()  # noqa: SIM905
-)
+""")
 GRANITE_DENSE: Fields = GRANITE | {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 15}
 # Without Mamba-2 layers, a file says what fits any width.
 GRANITE_SOFTMAX: Fields = {name: GRANITE_DENSE[name] for name in GRANITE_DENSE if not name.startswith("mamba_")}
 GRANITE_SOFTMAX |= {"mamba_n_heads": 1}
-OF_GRANITE_DENSE = frozenset({"intermediate_size", "num_experts_per_tok"})
-OF_GRANITE_MAMBA = frozenset(
-    """
+OF_GRANITE_DENSE = {"intermediate_size", "num_experts_per_tok"}
+OF_GRANITE_MAMBA = words("""
     mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv mamba_conv_bias mamba_proj_bias mamba_expand
     mamba_chunk_size time_step_limit
-    """.split()  # noqa: SIM905
-)
+""")
 GRANITE_DENSE_VARIANTS = ("no-experts-all-attention", "projections-with-biases")
 OF_GRANITE = (
     OF_LOSSES
@@ -142,12 +143,10 @@ OF_GRANITE = (
     | {f"no-experts-all-attention:{name}" for name in OF_GRANITE_DENSE | OF_GRANITE_MAMBA}
     | {f"projections-with-biases:{name}" for name in OF_GRANITE_DENSE}
 )
-OF_NEMOTRON = frozenset(
-    """
+OF_NEMOTRON = words("""
     expand num_hidden_layers num_nextn_predict_layers num_logits_to_keep mamba_proj_bias moe_shared_expert_overlap
     output_router_logits n_shared_experts hidden_dropout attention_bias time_step_limit
-    """.split()  # noqa: SIM905
-)
+""")
 LINEAR = "linear_attention"
 LFM2: Fields = {"block_auto_adjust_ff_dim": False}
 OF_LFM2_MOE: Fields = {"moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}
@@ -167,7 +166,7 @@ LFM3_ROPE: Fields = {
 }
 WINDOWS: Fields = {"use_sliding_window": True, "sliding_window": 7}
 # Fields that say again what layer_types says, which transformers always writes and then goes by.
-SPELLINGS = frozenset({"use_sliding_window", "max_window_layers"})
+SPELLINGS = {"use_sliding_window", "max_window_layers"}
 
 
 def by_type(full: Fields, theta: float) -> Fields:
@@ -188,12 +187,12 @@ GEMMA3N: Fields = {
     "num_kv_shared_layers": 1, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "final_logit_softcapping": 1.5,
     "rope_parameters": by_type({"rope_type": "default", "rope_theta": 3000.0}, 70.0),
 }  # fmt: skip
-GEMMA4_UNIFIED: Fields = {name: GEMMA4[name] for name in GEMMA4 if not name.endswith("per_layer_input")}
+GEMMA4_UNIFIED: Fields = without(GEMMA4, "hidden_size_per_layer_input", "vocab_size_per_layer_input")
 # Layers of one type have the same heads: one alone cannot change.
-OF_GLOBAL_LAYERS = frozenset(
+OF_GLOBAL_LAYERS = {
     f"per_layer_config.{layer}.{name}" for layer in (1, 2, 4) for name in ("head_dim", "num_key_value_heads")
-)
-OF_GEMMA4_EXPERTS = frozenset({"num_experts", "top_k_experts", "moe_intermediate_size"})
+}
+OF_GEMMA4_EXPERTS = {"num_experts", "top_k_experts", "moe_intermediate_size"}
 
 
 def longrope(original: int, **fields: Any) -> Fields:
@@ -204,7 +203,7 @@ def longrope(original: int, **fields: Any) -> Fields:
 
 
 # Of families whose heads are as wide as width / heads, in words of their own.
-OWN_BASE: Fields = {name: value for name, value in BASE.items() if name not in ("num_key_value_heads", "head_dim")}
+OWN_BASE: Fields = without(BASE, "num_key_value_heads", "head_dim")
 OWN_BASE["hidden_size"] = 48
 # Queries that grow with their position, after a few tokens.
 GROWING_YARN = scaled(
@@ -212,8 +211,8 @@ GROWING_YARN = scaled(
     mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
 )  # fmt: skip
 BERT_BASE: Fields = OWN_BASE | {"max_position_embeddings": 48, "layer_norm_eps": 1e-4}
-BERT_INERT = frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"})
-BERT_FIXED = frozenset({"is_decoder", "add_cross_attention"})
+BERT_INERT = {"attention_probs_dropout_prob", "hidden_dropout_prob"}
+BERT_FIXED = {"is_decoder", "add_cross_attention"}
 DISTILBERT_BASE: Fields = {
     **{name: BERT_BASE[name] for name in BERT_BASE if not name.startswith(("num_", "hidden", "inter", "layer"))},
     "dim": 48, "hidden_dim": 52, "n_heads": 6, "n_layers": 3,
@@ -224,12 +223,10 @@ MODERN_BIASES: Fields = {
     "layer_types": [SLIDING, FULL, SLIDING], "hidden_activation": "silu", "classifier_activation": "relu",
     "local_attention": 8,
 }  # fmt: skip
-MODERN_INERT = frozenset(
-    """
+MODERN_INERT = words("""
     classifier_dropout embedding_dropout mlp_dropout deterministic_flash_attn initializer_cutoff_factor
     sparse_prediction sparse_pred_ignore_index cls_token_id sep_token_id
-    """.split()  # noqa: SIM905
-)
+""")
 GPT_BASE: Fields = {
     "vocab_size": 97,
     "n_layer": 3,
@@ -240,11 +237,9 @@ GPT_BASE: Fields = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-GPT_INERT = frozenset(
-    """
+GPT_INERT = words("""
     attn_pdrop embd_pdrop resid_pdrop summary_first_dropout summary_use_proj summary_proj_to_labels
-    """.split()  # noqa: SIM905
-)
+""")
 # Experts, in a model with a dense layer among theirs.
 MIXTRAL: Fields = {"num_experts": 6, "num_experts_per_tok": 2}
 LIGHTNING: Fields = MIXTRAL | {"block_size": 16}
@@ -283,7 +278,7 @@ SIGMOID: Fields = {
     )
 } | {"num_mtp_layers": 0, **GROUPS}  # fmt: skip
 KIMI: Fields = {
-    **{name: LATENT[name] for name in LATENT if name not in ("head_dim", "first_k_dense_replace", "n_routed_experts")},
+    **without(LATENT, "head_dim", "first_k_dense_replace", "n_routed_experts"),
     "num_hidden_layers": 5, "num_experts": LATENT["n_routed_experts"], "rms_norm_eps": 0.1,  # as DELTA
     "linear_num_heads": 3, "linear_head_dim": 6, "linear_conv_kernel_dim": 3,
 }  # fmt: skip
@@ -293,7 +288,7 @@ DELTA_DENSE.pop("mlp_only_layers")
 IMAGES: Fields = {"rope_type": "default", "mrope_section": [1, 1, 0], "mrope_interleaved": True}
 DELTA_SPARSE: Fields = DELTA | {"num_experts_per_tok": 3}
 DELTA_SPARSE.pop("mlp_only_layers")
-OF_IMAGES = frozenset({"rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"})
+OF_IMAGES = {"rope_parameters.mrope_section", "rope_parameters.mrope_interleaved"}
 DENSE_AND_SHARED: Fields = EXPERTS | {"shared_expert_intermediate_size": 15}
 SOFTMAX_AND_DELTA: Fields = {
     "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]
@@ -308,7 +303,7 @@ FACTORS = scaled(
     mscale=1.3,
     mscale_all_dim=0.6,
 )
-OF_LATENTS = frozenset(["num_key_value_heads", "qk_head_dim", "output_router_logits"])
+OF_LATENTS = {"num_key_value_heads", "qk_head_dim", "output_router_logits"}
 
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 V4_ROPE: Fields = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
@@ -317,7 +312,7 @@ V4_YARN: Fields = {
     "beta_slow": 1.0, "attention_factor": 1.0, "partial_rotary_factor": 0.5,
 }  # fmt: skip
 V4: Fields = {
-    **{name: value for name, value in BASE.items() if name not in ("num_key_value_heads", "intermediate_size")},
+    **without(BASE, "num_key_value_heads", "intermediate_size"),
     "num_hidden_layers": 4, "layer_types": [SLIDING, CSA, HCA, CSA], "compress_rates": {CSA: 3, HCA: 4},
     "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"], "moe_intermediate_size": 20, "q_lora_rank": 17,
     "n_routed_experts": 6, "num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 5, "index_n_heads": 9,
@@ -329,24 +324,22 @@ V4_INERT = OF_LOSSES - {"output_router_logits"} | {
     "rope_theta", "compress_rope_theta", "partial_rotary_factor", "qk_rope_head_dim", "router_jitter_noise",
     "num_nextn_predict_layers",
 }  # fmt: skip
-V4_FIXED = frozenset(
-    """
+V4_FIXED = words("""
     attention_bias mlp_bias n_shared_experts norm_topk_prob output_router_logits num_key_value_heads
     attention_factor
-    """.split()  # noqa: SIM905
-)
+""")
 
 ERNIE: Fields = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20}
 GRANITE_DENSE_ONLY: Fields = {name: GRANITE[name] for name in GRANITE if "multiplier" in name or "scaling" in name}
 GRANITE_EXPERTS: Fields = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}
-OF_DOTS: Fields = {name: SIGMOID[name] for name in SIGMOID if name != "num_mtp_layers"} | {"sliding_window": None}
-OF_SOLAR: Fields = {name: OF_DOTS[name] for name in OF_DOTS if name not in ("first_k_dense_replace", "sliding_window")}
+OF_DOTS: Fields = without(SIGMOID, "num_mtp_layers") | {"sliding_window": None}
+OF_SOLAR: Fields = without(OF_DOTS, "first_k_dense_replace", "sliding_window")
 OF_AFMOE: Fields = {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "sliding_window": 7}
 OF_YOUTU: Fields = {
     name: LATENT[name] for name in LATENT if name not in ("head_dim", "moe_intermediate_size", "first_k_dense_replace")
     and "experts" not in name
 }  # fmt: skip
-OF_GLM_LITE: Fields = OF_YOUTU | {name: OF_SOLAR[name] for name in OF_SOLAR}
+OF_GLM_LITE: Fields = OF_YOUTU | OF_SOLAR
 INDEXER: Fields = {"index_topk": 6, "index_n_heads": 9, "index_head_dim": 10, "first_k_dense_replace": 1}
 
 INDEXED = "indexed_attention"
@@ -364,7 +357,7 @@ AXK2: Fields = {
     "index_topk": 12, "index_n_heads": 7, "index_head_dim": 10, "gated_norm_rank": 5,
 }  # fmt: skip
 QWEN4: Fields = {
-    **{name: value for name, value in BASE.items() if name != "intermediate_size"},
+    **NO_HIDDEN,
     "num_key_value_heads": 3, "num_hidden_layers": 4, "eos_token_id": 7, "linear_num_key_heads": 3,
     "linear_num_value_heads": 6, "linear_key_head_dim": 6, "linear_value_head_dim": 5, "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 14, "num_experts_per_tok": 3, "num_experts": 8, "hc_count": 3, "hc_lowrank": 9,
@@ -396,9 +389,7 @@ OF_INNER_TABLES = (
     "return_dict",
 )  # fmt: skip
 # Options of MPT that its class has one value for.
-OF_MPT = frozenset(
-    "expansion_ratio no_bias alibi alibi_bias_max prefix_lm qk_ln attn_uses_sequence_id".split()  # noqa: SIM905
-)
+OF_MPT = words("expansion_ratio no_bias alibi alibi_bias_max prefix_lm qk_ln attn_uses_sequence_id")
 
 FLINT: Fields = DENSE_AND_SHARED | {"sliding_window": 7}
 
@@ -408,12 +399,8 @@ OF_OLMO_HYBRID: Fields = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 6,
 }  # fmt: skip
 # transformers saves the convolutions of q, k and v in thirds of all channels, which only fit where all are as wide.
-OF_OLMO_WIDTHS = frozenset(
-    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim".split()  # noqa: SIM905
-)
-OF_INITIAL_DELTA = (
-    "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor",
-)  # fmt: skip
+OF_OLMO_WIDTHS = words("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim")
+OF_INITIAL_DELTA = words("linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor")
 
 # Their product of all experts takes rows of multiples of 16 bytes. A limit that no number reaches would be read by
 # nobody.
@@ -436,9 +423,7 @@ MINIMAX_M3: Fields = MINIMAX_M2 | {
     "index_head_dim": 10, "index_block_size": 3, "index_topk_blocks": 3, "index_local_blocks": 1, "swiglu_limit": 1.1,
     "swiglu_alpha": 0.9, "pad_token_id": None,
 }  # fmt: skip
-BAILING: Fields = (
-    {name: value for name, value in KIMI.items() if name != "q_lora_rank"} | GROUPS | {"num_mtp_layers": 0}
-)
+BAILING: Fields = without(KIMI, "q_lora_rank") | GROUPS | {"num_mtp_layers": 0}
 BAILING_INERT = OF_LATENTS | {
     "head_dim", "model_max_length", "short_conv_kernel_size", "layer_group_size", "first_k_dense_replace",
     "mtp_loss_scaling_factor", "num_nextn_predict_layers", "rope_theta",
@@ -449,19 +434,17 @@ MIXED_LONG = scaled(
     original_max_position_embeddings=512, short_mscale=1.2, long_mscale=1.2,
 )  # fmt: skip
 DBRX: Fields = {"ffn_hidden_size": 20, "moe_num_experts": 6, "moe_top_k": 2}
-OF_DBRX = frozenset(
-    {"max_seq_len", "emb_pdrop", "resid_pdrop", "output_router_logits", "num_key_value_heads", "attn_config.attn_pdrop"}
-    | {"ffn_config.hidden_size", "ffn_config.moe_loss_weight"}
-    | {f"{table}.{name}" for table in ("attn_config", "ffn_config") for name in OF_INNER_TABLES}
-)
+OF_DBRX = words("""
+    max_seq_len emb_pdrop resid_pdrop output_router_logits num_key_value_heads attn_config.attn_pdrop
+    ffn_config.hidden_size ffn_config.moe_loss_weight
+""") | {f"{table}.{name}" for table in ("attn_config", "ffn_config") for name in OF_INNER_TABLES}
 KOLIBRI: Fields = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 15,
 }  # fmt: skip
-OF_COMPASS_IMAGES = frozenset(f"rope_parameters.{SLIDING}.{name}" for name in ("mrope_section", "mrope_interleaved"))
+OF_COMPASS_IMAGES = {f"rope_parameters.{SLIDING}.{name}" for name in ("mrope_section", "mrope_interleaved")}
 COMMAND: Fields = {
     "num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "logit_scale": 0.7, "sliding_window": 9,
 }  # fmt: skip
-NO_HIDDEN: Fields = {name: value for name, value in BASE.items() if name != "intermediate_size"}
 LAGUNA: Fields = KOLIBRI | {"sliding_window": 7, "moe_routed_scaling_factor": 1.5}
 
 CASES: dict[str, Case] = {
@@ -490,7 +473,7 @@ CASES: dict[str, Case] = {
                 **YARN,
             },
         },
-        inert=frozenset({"router_aux_loss_coef", "output_router_logits"}),
+        inert={"router_aux_loss_coef", "output_router_logits"},
     ),
     "llama": Case(
         {
@@ -516,7 +499,7 @@ CASES: dict[str, Case] = {
             },
             "window-two-llama3": {"sliding_window": 2, "num_key_value_heads": 6, **LLAMA3},
         },
-        inexact=frozenset({"one-kv-head-longrope"}),  # theirs are computed row by row
+        inexact={"one-kv-head-longrope"},  # theirs are computed row by row
         exact=True,
         narrow=True,
     ),
@@ -593,7 +576,7 @@ CASES: dict[str, Case] = {
             "three-kv-heads-yarn": {"num_key_value_heads": 3, "sliding_window": 9, **YARN},
         },
         exact=True,
-        inexact=frozenset({"no-caps-types"}),  # theirs multiplies one by one what ours gives to a fused kernel
+        inexact={"no-caps-types"},  # theirs multiplies one by one what ours gives to a fused kernel
     ),
     "gemma4_text": Case(
         {
@@ -611,7 +594,7 @@ CASES: dict[str, Case] = {
         inert=OF_GEMMA4_EXPERTS
         | {f"values-are-keys:{name}" for name in ("vocab_size_per_layer_input", "use_bidirectional_attention")}
         | {"values-are-keys:use_double_wide_mlp"},  # of layers that share keys
-        fixed=frozenset({"enable_moe_block"})
+        fixed={"enable_moe_block"}
         | {f"{variant}:vocab_size_per_layer_input" for variant in ("plain", "untied-biases-all-keys-shared")},
         # Their class shares keys only beside embeddings of every layer.
         refused=OF_GLOBAL_LAYERS | {"values-are-keys:num_kv_shared_layers"},
@@ -625,8 +608,8 @@ CASES: dict[str, Case] = {
             | {"attention_bias": True, "num_kv_shared_layers": 2, "altup_num_inputs": 2, "tie_word_embeddings": False}
             | {"vocab_size_per_layer_input": 60, "hidden_activation": "silu"},
         },
-        inert=frozenset({"altup_coef_clip"}),
-        fixed=frozenset({"altup_active_idx", "altup_correct_scale"}),
+        inert={"altup_coef_clip"},
+        fixed={"altup_active_idx", "altup_correct_scale"},
     ),
     "gemma4_unified_text": Case(
         {
@@ -635,7 +618,7 @@ CASES: dict[str, Case] = {
             | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "final_logit_softcapping": 1.5}
             | {"attention_bias": True, "layer_types": [SLIDING, FULL, FULL, SLIDING, FULL]},
         },
-        inert=frozenset({"plain:use_double_wide_mlp"}),  # of layers that share keys
+        inert={"plain:use_double_wide_mlp"},  # of layers that share keys
         refused=OF_GLOBAL_LAYERS,
         exact=True,
     ),
@@ -667,8 +650,8 @@ CASES: dict[str, Case] = {
                 "rope_parameters": by_type(ROUNDED, 900.0),
             },
         },
-        inert=frozenset({"_sliding_window_pattern"}),
-        refused=frozenset({"use_bidirectional_attention"}),
+        inert={"_sliding_window_pattern"},
+        refused={"use_bidirectional_attention"},
         exact=True,
         narrow=True,
     ),
@@ -691,7 +674,7 @@ CASES: dict[str, Case] = {
             "four-heads-linear-gelu": {"num_attention_heads": 4, "hidden_act": "gelu", "rms_norm_eps": 0.03}
             | scaled("linear", factor=3.0),
         },
-        inert=frozenset({"lambda_std_dev"}),
+        inert={"lambda_std_dev"},
         base=OWN_BASE | {"num_key_value_heads": 2},
     ),
     "nanochat": Case(
@@ -749,14 +732,14 @@ CASES: dict[str, Case] = {
         },
         inert=GPT_INERT | {"reorder_and_upcast_attn"},
         base=GPT_BASE | {"n_embd": 42},
-        refused=frozenset({"add_cross_attention"}),
+        refused={"add_cross_attention"},
     ),
     "bert": Case(
         {"plain": {}, "three-types-relu": {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
         inert=BERT_INERT,
         base=BERT_BASE,
         fixed=BERT_FIXED,
-        live=frozenset({"max_position_embeddings"}),
+        live={"max_position_embeddings"},
     ),
     "roberta": Case(
         {
@@ -766,14 +749,14 @@ CASES: dict[str, Case] = {
         inert=BERT_INERT,
         base=BERT_BASE,
         fixed=BERT_FIXED,
-        live=frozenset({"max_position_embeddings", "pad_token_id"}),
+        live={"max_position_embeddings", "pad_token_id"},
     ),
     "ernie": Case(
         {"plain": {"type_vocab_size": 3, "hidden_act": "relu"}},
         inert=BERT_INERT | {"task_type_vocab_size"},
         base=BERT_BASE,
         fixed=BERT_FIXED | {"use_task_id"},
-        live=frozenset({"max_position_embeddings"}),
+        live={"max_position_embeddings"},
     ),
     "roformer": Case(
         {"plain": {}, "three-types-relu": {"type_vocab_size": 3, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
@@ -786,14 +769,14 @@ CASES: dict[str, Case] = {
         inert=BERT_INERT,
         base=BERT_BASE,
         fixed=BERT_FIXED,
-        live=frozenset({"max_position_embeddings"}),
+        live={"max_position_embeddings"},
     ),
     "bert-generation": Case(
         {"plain": {"is_decoder": True}, "relu": {"is_decoder": True, "hidden_act": "relu", "layer_norm_eps": 1e-2}},
         inert=BERT_INERT,
         base=BERT_BASE | {"max_position_embeddings": 128},
         fixed=BERT_FIXED,
-        live=frozenset({"max_position_embeddings"}),
+        live={"max_position_embeddings"},
     ),
     **dict.fromkeys(
         ("xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"),
@@ -805,7 +788,7 @@ CASES: dict[str, Case] = {
             inert=BERT_INERT,
             base=BERT_BASE,
             fixed=BERT_FIXED,
-            live=frozenset({"max_position_embeddings", "pad_token_id"}),
+            live={"max_position_embeddings", "pad_token_id"},
         ),
     ),
     "electra": Case(
@@ -816,14 +799,14 @@ CASES: dict[str, Case] = {
         inert=BERT_INERT | {"summary_use_proj", "summary_last_dropout"},
         base=BERT_BASE | {"embedding_size": OWN_BASE["hidden_size"]},
         fixed=BERT_FIXED,
-        refused=frozenset({"hidden_size", "embedding_size"}),  # the two are equal
-        live=frozenset({"max_position_embeddings"}),
+        refused={"hidden_size", "embedding_size"},  # the two are equal
+        live={"max_position_embeddings"},
     ),
     "distilbert": Case(
         {"plain": {}, "three-heads-relu": {"activation": "relu", "n_heads": 3}},
-        inert=frozenset({"dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"}),
+        inert={"dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"},
         base=DISTILBERT_BASE,
-        live=frozenset({"max_position_embeddings"}),
+        live={"max_position_embeddings"},
     ),
     "modernbert-decoder": Case(
         {
@@ -868,7 +851,7 @@ CASES: dict[str, Case] = {
                 "layer_norm_eps": 1e-2,
             },
         },
-        inert=frozenset({"is_decoder", "hidden_dropout", "classifier_dropout"}),
+        inert={"is_decoder", "hidden_dropout", "classifier_dropout"},
         base=OWN_BASE,
     ),
     "gptj": Case(
@@ -893,9 +876,9 @@ CASES: dict[str, Case] = {
                 "rope_parameters": {"rope_type": "linear", "factor": 3.0, "partial_rotary_factor": 0.4},
             },
         },
-        inert=frozenset({"embd_pdrop", "resid_pdrop"}),
+        inert={"embd_pdrop", "resid_pdrop"},
         base=OWN_BASE | {"num_key_value_heads": 2},
-        refused=frozenset({"one-kv-head-linear:qk_layernorm"}),  # its norms are as wide as width / heads
+        refused={"one-kv-head-linear:qk_layernorm"},  # its norms are as wide as width / heads
     ),
     # The border of longrope is not crossed: heddle chooses once for a whole text, transformers anew at each token.
     "phi3": Case(
@@ -910,26 +893,24 @@ CASES: dict[str, Case] = {
             "all-longer": {**longrope(16, attention_factor=1.3), "num_key_value_heads": 3, "sliding_window": 30},
             "all-longer-factor": {**longrope(16, factor=5.0), "num_key_value_heads": 1},
         },
-        inert=frozenset(
-            {
-                "embd_pdrop",
-                "resid_pdrop",
-                "rope_parameters.original_max_position_embeddings",  # the one at the top counts
-                "plain:original_max_position_embeddings",
-                "window-part-tied:original_max_position_embeddings",
-                "all-shorter:rope_parameters.long_factor",
-                "all-longer:rope_parameters.short_factor",
-                "all-longer-factor:rope_parameters.short_factor",
-            }
-        ),
+        inert={
+            "embd_pdrop",
+            "resid_pdrop",
+            "rope_parameters.original_max_position_embeddings",  # the one at the top counts
+            "plain:original_max_position_embeddings",
+            "window-part-tied:original_max_position_embeddings",
+            "all-shorter:rope_parameters.long_factor",
+            "all-longer:rope_parameters.short_factor",
+            "all-longer-factor:rope_parameters.short_factor",
+        },
         base=OWN_BASE | {"num_key_value_heads": 2},
         # There are as many factors as pairs, so that heads keep their width.
-        refused=frozenset(
+        refused={
             f"{variant}:{field}"
             for variant in ("all-shorter", "all-longer", "all-longer-factor")
             for field in ("num_attention_heads", "rope_parameters.partial_rotary_factor")
-        ),
-        live=frozenset({"all-shorter:max_position_embeddings"}),
+        },
+        live={"all-shorter:max_position_embeddings"},
     ),
     "cohere": Case(
         {
@@ -947,7 +928,7 @@ CASES: dict[str, Case] = {
             | {"num_key_value_heads": 1, "tie_word_embeddings": True, "hidden_act": "gelu", **YARN},
         },
         inert=OF_LOSSES,
-        fixed=frozenset(["router_jitter_noise"]),
+        fixed={"router_jitter_noise"},
     ),
     "minimax": Case(
         {
@@ -962,8 +943,8 @@ CASES: dict[str, Case] = {
             | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3, **YARN},
         },
         inert=OF_LOSSES,
-        refused=frozenset({"five-heads-tied-window-yarn:num_key_value_heads"}),  # 1 and 5 divide 5
-        fixed=frozenset({"router_jitter_noise"}),
+        refused={"five-heads-tied-window-yarn:num_key_value_heads"},  # 1 and 5 divide 5
+        fixed={"router_jitter_noise"},
     ),
     "minimax_m2": Case(
         {
@@ -975,8 +956,8 @@ CASES: dict[str, Case] = {
             | {"num_local_experts": 3, "num_experts_per_tok": 3, "num_key_value_heads": 3, "head_dim": 10}
             | {"hidden_act": "gelu", **scaled("linear", factor=3.0)},
         },
-        inert=frozenset({"router_aux_loss_coef"}),
-        fixed=frozenset({"router_jitter_noise", "output_router_logits"}),
+        inert={"router_aux_loss_coef"},
+        fixed={"router_jitter_noise", "output_router_logits"},
     ),
     "minimax_m3_vl_text": Case(
         {
@@ -988,8 +969,8 @@ CASES: dict[str, Case] = {
             | {"num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3, "index_topk_blocks": 5}
             | YARN,
         },
-        inert=frozenset({"router_aux_loss_coef", "rotary_dim", "one-kv-head-tied-yarn:dense_intermediate_size"}),
-        fixed=frozenset({"router_jitter_noise", "output_router_logits"}),
+        inert={"router_aux_loss_coef", "rotary_dim", "one-kv-head-tied-yarn:dense_intermediate_size"},
+        fixed={"router_jitter_noise", "output_router_logits"},
     ),
     "axk1": Case(
         {
@@ -1000,7 +981,7 @@ CASES: dict[str, Case] = {
             "yarn-bias-tied": OF_GLM_LITE | FACTORS | {"attention_bias": True, "tie_word_embeddings": True},
         },
         inert=OF_LATENTS,
-        fixed=frozenset({"head_dim"}),
+        fixed={"head_dim"},
     ),
     "bailing_hybrid": Case(
         {
@@ -1013,7 +994,7 @@ CASES: dict[str, Case] = {
             | {"num_hidden_layers": 4, "norm_topk_prob": False, "rope_theta": 5000.0, **FACTORS},
         },
         inert=BAILING_INERT | {"unbounded-biases-yarn:kda_lower_bound"},
-        fixed=frozenset({"tie_word_embeddings"}),
+        fixed={"tie_word_embeddings"},
     ),
     "phimoe": Case(
         {
@@ -1024,8 +1005,8 @@ CASES: dict[str, Case] = {
         inert=OF_LOSSES
         | {"input_jitter_noise", "longrope-tied:original_max_position_embeddings"}
         | {f"longrope-tied:rope_parameters.{name}" for name in ("original_max_position_embeddings", "long_factor")},
-        refused=frozenset({"rope_parameters.short_mscale", "rope_parameters.long_mscale"}),
-        fixed=frozenset({"num_experts_per_tok"}),
+        refused={"rope_parameters.short_mscale", "rope_parameters.long_mscale"},
+        fixed={"num_experts_per_tok"},
     ),
     "dbrx": Case(
         {
@@ -1045,7 +1026,7 @@ CASES: dict[str, Case] = {
             "initializer_range": 0.15,
             "pad_token_id": 0,
         },
-        fixed=frozenset({"tie_word_embeddings", "moe_normalize_expert_weights", "is_encoder_decoder"}),
+        fixed={"tie_word_embeddings", "moe_normalize_expert_weights", "is_encoder_decoder"},
     ),
     "emu3_text_model": Case(
         {
@@ -1084,7 +1065,7 @@ CASES: dict[str, Case] = {
             | {"q_lora_rank": None, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         },
         inert=OF_LATENTS | {"norm_topk_prob"},
-        fixed=frozenset(["head_dim"]),
+        fixed={"head_dim"},
     ),
     "deepseek_v3": Case(
         {
@@ -1097,7 +1078,7 @@ CASES: dict[str, Case] = {
             | {"num_experts_per_tok": 2, **GROUPS, **FACTORS},
         },
         inert=OF_LATENTS | {"num_nextn_predict_layers"},
-        fixed=frozenset(["head_dim"]),
+        fixed={"head_dim"},
     ),
     "kimi_linear": Case(
         {
@@ -1112,8 +1093,8 @@ CASES: dict[str, Case] = {
             | {"linear_num_heads": 5, "linear_head_dim": 7, "n_group": 2, "q_lora_rank": 11},
         },
         inert=OF_LATENTS | {"head_dim", "model_max_length"},
-        refused=frozenset({"num_hidden_layers", "by-types-biases-no-query-rank:topk_group"}),
-        fixed=frozenset({"tie_word_embeddings"}),
+        refused={"num_hidden_layers", "by-types-biases-no-query-rank:topk_group"},
+        fixed={"tie_word_embeddings"},
     ),
     "qwen3_next": Case(
         {
@@ -1171,8 +1152,7 @@ CASES: dict[str, Case] = {
             | {"num_experts": 5, "moe_topk": 3, "attention_bias": True, "tie_word_embeddings": True},
             "one-kv-head": {"num_experts": 4, "moe_topk": 1, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
         },
-        inert=frozenset({"output_router_logits", "eod_token_id", "sep_token_id"})
-        | {"biases-tied-alpha:rope_parameters.factor"},
+        inert={"output_router_logits", "eod_token_id", "sep_token_id"} | {"biases-tied-alpha:rope_parameters.factor"},
     ),
     "ernie4_5_moe": Case(
         {
@@ -1194,7 +1174,7 @@ CASES: dict[str, Case] = {
             "no-biases-llama3": LLAMA3
             | {"attention_bias": False, "num_key_value_heads": 3, "rms_norm_eps": 1e-3, "hidden_act": "gelu"},
         },
-        inert=frozenset({"residual_dropout"}),
+        inert={"residual_dropout"},
     ),
     "arcee": Case(
         {
@@ -1254,7 +1234,7 @@ CASES: dict[str, Case] = {
             "one-kv-head-linear": scaled("linear", factor=3.0)
             | {"num_key_value_heads": 1, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
         },
-        refused=frozenset({"attention_bias", "mlp_bias"}),
+        refused={"attention_bias", "mlp_bias"},
     ),
     "iquestcoder": Case(
         {
@@ -1269,7 +1249,7 @@ CASES: dict[str, Case] = {
             | {"num_key_value_heads": 1, "rms_norm_eps": 1e-3, "hidden_act": "gelu"},
         },
         base=OWN_BASE | {"num_key_value_heads": 2, "head_dim": 8},
-        refused=frozenset({"head_dim", "hidden_size", "num_attention_heads"}),
+        refused={"head_dim", "hidden_size", "num_attention_heads"},
     ),
     "jais2": Case(
         {
@@ -1304,12 +1284,12 @@ CASES: dict[str, Case] = {
             "plain": {},
             "no-biases-untied": {"enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"},
         },
-        inert=frozenset({"init_std", "dropout", "layerdrop"}),
-        base={name: value for name, value in OWN_BASE.items() if name not in ("intermediate_size", "initializer_range")}
+        inert={"init_std", "dropout", "layerdrop"},
+        base=without(OWN_BASE, "intermediate_size", "initializer_range")
         | {"ffn_dim": 52, "max_position_embeddings": 128, "init_std": 0.15},
-        live=frozenset({"max_position_embeddings"}),
-        refused=frozenset({"hidden_size", "num_attention_heads"}),
-        fixed=frozenset({"word_embed_proj_dim", "do_layer_norm_before", "_remove_final_layer_norm"})
+        live={"max_position_embeddings"},
+        refused={"hidden_size", "num_attention_heads"},
+        fixed={"word_embed_proj_dim", "do_layer_norm_before", "_remove_final_layer_norm"}
         | {"layer_norm_elementwise_affine"},
     ),
     "bloom": Case(
@@ -1317,11 +1297,11 @@ CASES: dict[str, Case] = {
             "plain": {},
             "untied-eps": {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-2, "n_head": 2},
         },
-        inert=frozenset({"hidden_dropout", "slow_but_exact"}),
+        inert={"hidden_dropout", "slow_but_exact"},
         base={"vocab_size": 97, "hidden_size": 48, "n_layer": 3, "n_head": 4, "initializer_range": 0.15}
         | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
-        refused=frozenset({"hidden_size", "n_head"}),
-        fixed=frozenset({"apply_residual_connection_post_layernorm"}),
+        refused={"hidden_size", "n_head"},
+        fixed={"apply_residual_connection_post_layernorm"},
     ),
     "falcon": Case(
         {
@@ -1332,12 +1312,12 @@ CASES: dict[str, Case] = {
             "new": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
             "new-one-norm": {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1},
         },
-        inert=frozenset({"hidden_dropout", "new:multi_query", "new-one-norm:multi_query"})
+        inert={"hidden_dropout", "new:multi_query", "new-one-norm:multi_query"}
         | {f"{name}:num_kv_heads" for name in ("plain", "all-heads-in-turn-biases-untied", "all-heads")},
-        base={name: value for name, value in OWN_BASE.items() if name != "intermediate_size"},
-        refused=frozenset({"hidden_size", "num_attention_heads", "num_ln_in_parallel_attn"})
+        base=without(OWN_BASE, "intermediate_size"),
+        refused={"hidden_size", "num_attention_heads", "num_ln_in_parallel_attn"}
         | {"new:parallel_attn", "new-one-norm:parallel_attn"},
-        fixed=frozenset({"alibi"}),
+        fixed={"alibi"},
     ),
     "persimmon": Case(
         {
@@ -1345,9 +1325,9 @@ CASES: dict[str, Case] = {
             "no-norms-tied-all-turned": {"qk_layernorm": False, "tie_word_embeddings": True, "hidden_act": "gelu"}
             | scaled("linear", factor=3.0, partial_rotary_factor=1.0),
         },
-        inert=frozenset({"hidden_dropout"}),
+        inert={"hidden_dropout"},
         base=OWN_BASE,
-        refused=frozenset({"hidden_size", "num_attention_heads"}),
+        refused={"hidden_size", "num_attention_heads"},
     ),
     "openai-gpt": Case(
         {"plain": {"n_embd": 48}, "relu-untied": {"n_embd": 30, "afn": "relu", "tie_word_embeddings": False}},
@@ -1373,11 +1353,11 @@ CASES: dict[str, Case] = {
             "all-local-untied": {"attention_types": [[["local"], 3]], "window_size": 4, "tie_word_embeddings": False}
             | {"intermediate_size": 52, "num_heads": 3, "activation_function": "relu", "layer_norm_epsilon": 1e-2},
         },
-        inert=frozenset({"classifier_dropout", "resid_dropout", "embed_dropout"}),
+        inert={"classifier_dropout", "resid_dropout", "embed_dropout"},
         base={"vocab_size": 97, "hidden_size": 42, "num_layers": 3, "num_heads": 6, "max_position_embeddings": 128}
         | {"initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
-        refused=frozenset({"num_layers"}),
-        live=frozenset({"max_position_embeddings"}),
+        refused={"num_layers"},
+        live={"max_position_embeddings"},
     ),
     "gpt_neox_japanese": Case(
         {
@@ -1386,8 +1366,8 @@ CASES: dict[str, Case] = {
             | {"intermediate_multiple_size": 2, "layer_norm_eps": 1e-2}
             | {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500.0}},
         },
-        inert=frozenset({"is_decoder", "hidden_dropout"}),
-        base={name: OWN_BASE[name] for name in OWN_BASE if name != "intermediate_size"},
+        inert={"is_decoder", "hidden_dropout"},
+        base=without(OWN_BASE, "intermediate_size"),
     ),
     "nemotron": Case(
         {
@@ -1416,17 +1396,17 @@ CASES: dict[str, Case] = {
             "not-scaled-untied-relu": {"scale_embedding": False, "tie_word_embeddings": False, "pad_token_id": 1}
             | {"activation_function": "relu", "ffn_dim": 36, "attention_heads": 3},
         },
-        inert=frozenset({"dropout", "activation_dropout", "layerdrop", "init_std", "decoder_start_token_id"}),
+        inert={"dropout", "activation_dropout", "layerdrop", "init_std", "decoder_start_token_id"},
         base={"vocab_size": 97, "d_model": 42, "ffn_dim": 52, "num_layers": 3, "attention_heads": 6, "init_std": 0.1}
         | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
-        refused=frozenset({"add_cross_attention"}),
+        refused={"add_cross_attention"},
     ),
     "ctrl": Case(
         {"plain": {}, "untied": {"tie_word_embeddings": False, "n_head": 3, "dff": 36}},
-        inert=frozenset({"resid_pdrop", "embd_pdrop", "n_positions"}),
+        inert={"resid_pdrop", "embd_pdrop", "n_positions"},
         base={"vocab_size": 97, "n_embd": 42, "n_layer": 3, "n_head": 6, "dff": 52, "initializer_range": 0.1}
         | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
-        fixed=frozenset({"layer_norm_epsilon"}),
+        fixed={"layer_norm_epsilon"},
     ),
     "kolibri1": Case(
         {
@@ -1436,7 +1416,7 @@ CASES: dict[str, Case] = {
             | {"num_key_value_heads": 1, "head_dim": 16}
             | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3, **YARN},
         },
-        inert=frozenset({"output_router_logits"}),
+        inert={"output_router_logits"},
         base=NO_HIDDEN,
     ),
     "laguna": Case(
@@ -1448,7 +1428,7 @@ CASES: dict[str, Case] = {
             | {"layer_types": [SLIDING, FULL, FULL], "rope_parameters": by_type(ROUNDED, 900.0), "head_dim": 16},
         },
         inert=OF_LOSSES | {"num_attention_heads"},
-        fixed=frozenset({"attention_bias", "moe_apply_router_weight_on_input", "plain:gating"}),
+        fixed={"attention_bias", "moe_apply_router_weight_on_input", "plain:gating"},
     ),
     "cohere_compass_text": Case(
         {
@@ -1458,9 +1438,9 @@ CASES: dict[str, Case] = {
             | {"num_key_value_heads": 1, "layer_norm_eps": 1e-3, "hidden_act": "gelu"}
             | {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 3.0, "rope_theta": 100.0}}},
         },
-        inert=frozenset({"biases-untied-one-kv-head:sliding_window"}) | OF_COMPASS_IMAGES,
+        inert={"biases-untied-one-kv-head:sliding_window"} | OF_COMPASS_IMAGES,
         base=OWN_BASE | {"num_key_value_heads": 2},
-        refused=frozenset({"head_dim"}),
+        refused={"head_dim"},
     ),
     "cohere2_moe": Case(
         {
@@ -1484,7 +1464,7 @@ CASES: dict[str, Case] = {
         },
         inert=GPT_INERT | {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"},
         base=GPT_BASE | {"n_embd": 42},
-        refused=frozenset({"add_cross_attention", "n_embd", "n_head", "num_key_value_heads"}),
+        refused={"add_cross_attention", "n_embd", "n_head", "num_key_value_heads"},
     ),
     "starcoder2": Case(
         {
@@ -1492,7 +1472,7 @@ CASES: dict[str, Case] = {
             "window-untied-yarn": YARN | {"sliding_window": 7, "tie_word_embeddings": False},
             "no-biases-one-kv-head": {"use_bias": False, "num_key_value_heads": 1, "hidden_act": "relu"},
         },
-        inert=frozenset({"residual_dropout", "embedding_dropout"}),
+        inert={"residual_dropout", "embedding_dropout"},
     ),
     "stablelm": Case(
         {
@@ -1502,9 +1482,9 @@ CASES: dict[str, Case] = {
             "one-kv-head-linear": {"num_key_value_heads": 1, "hidden_act": "gelu", "layer_norm_eps": 1e-3}
             | scaled("linear", factor=3.0, partial_rotary_factor=1.0),
         },
-        inert=frozenset({"plain:rope_parameters.rope_theta"}),  # one pair of dims is rotated
+        inert={"plain:rope_parameters.rope_theta"},  # one pair of dims is rotated
         base=OWN_BASE | {"num_key_value_heads": 2},
-        fixed=frozenset({"qk_layernorm", "hidden_dropout"}),
+        fixed={"qk_layernorm", "hidden_dropout"},
     ),
     "exaone4": Case(
         {
@@ -1514,7 +1494,7 @@ CASES: dict[str, Case] = {
             "no-windows-one-kv-head": {"sliding_window": None, "layer_types": [FULL] * 3, "num_key_value_heads": 1}
             | {"rms_norm_eps": 1e-3, "hidden_act": "gelu"},
         },
-        inert=frozenset({"sliding_window_pattern"}),
+        inert={"sliding_window_pattern"},
     ),
     "cwm": Case(
         {
@@ -1533,7 +1513,7 @@ CASES: dict[str, Case] = {
             | {"tie_word_embeddings": True, "norm_topk_prob": True, "num_key_value_heads": 1},
             "two-dense-yarn": OF_DOTS | YARN | {"first_k_dense_replace": 2, "routed_scaling_factor": 1.5},
         },
-        inert=frozenset({"output_router_logits", "max_window_layers"}),
+        inert={"output_router_logits", "max_window_layers"},
     ),
     "solar_open": Case(
         {
@@ -1541,8 +1521,8 @@ CASES: dict[str, Case] = {
             "biases-tied-yarn": OF_SOLAR | YARN | {"attention_bias": True, "tie_word_embeddings": True},
             "one-kv-head": OF_SOLAR | {"num_key_value_heads": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
         },
-        base={name: value for name, value in BASE.items() if name != "intermediate_size"},
-        inert=frozenset({"output_router_logits"}),
+        base=NO_HIDDEN,
+        inert={"output_router_logits"},
     ),
     "afmoe": Case(
         {
@@ -1555,8 +1535,8 @@ CASES: dict[str, Case] = {
             | {"layer_types": [SLIDING] * 3, "sliding_window": 5, "num_shared_experts": 1, "num_dense_layers": 2}
             | {"hidden_act": "gelu", "num_key_value_heads": 3, "attention_dropout": 0.1},
         },
-        inert=frozenset({"output_router_logits", "global_attn_every_n_layers"}),
-        fixed=frozenset({"attention_bias"}),
+        inert={"output_router_logits", "global_attn_every_n_layers"},
+        fixed={"attention_bias"},
     ),
     "glm4_moe_lite": Case(
         {
@@ -1578,7 +1558,7 @@ CASES: dict[str, Case] = {
             | {"norm_topk_prob": False, "routed_scaling_factor": 0.75, "index_topk": 4},
         },
         inert=OF_LATENTS | {"first_k_dense_replace"},
-        fixed=frozenset({"mlp_bias", "head_dim"}),
+        fixed={"mlp_bias", "head_dim"},
     ),
     "exaone_moe": Case(
         {
@@ -1597,7 +1577,7 @@ CASES: dict[str, Case] = {
             | {"sliding_window_pattern": 2, "hidden_act": "gelu", "num_key_value_heads": 6, "norm_topk_prob": False}
             | {"routed_scaling_factor": 0.75, "rms_norm_eps": 1e-3, "attention_dropout": 0.1},
         },
-        inert=frozenset({"output_router_logits", "first_k_dense_replace", "sliding_window_pattern"}),
+        inert={"output_router_logits", "first_k_dense_replace", "sliding_window_pattern"},
     ),
     "hy_v3": Case(
         {
@@ -1609,7 +1589,7 @@ CASES: dict[str, Case] = {
             | {"mlp_layer_types": ["sparse", "dense", "sparse"], "hidden_act": "gelu", "router_scaling_factor": 0.75}
             | {"num_key_value_heads": 3, "rms_norm_eps": 1e-3, "head_dim": 10, "num_shared_experts": 1},
         },
-        inert=frozenset({"output_router_logits", "enable_moe_fp32_combine"}),
+        inert={"output_router_logits", "enable_moe_fp32_combine"},
     ),
     "minicpm3": Case(
         {
@@ -1622,7 +1602,7 @@ CASES: dict[str, Case] = {
             | {"scale_emb": 1, "scale_depth": None, "dim_model_base": None, "rms_norm_eps": 1e-3, "v_head_dim": None},
         },
         inert=OF_LATENTS,
-        fixed=frozenset({"head_dim"}),
+        fixed={"head_dim"},
     ),
     "mellum": Case(
         {
@@ -1669,7 +1649,7 @@ CASES: dict[str, Case] = {
             "all-windows-gelu": {"layer_types": [SLIDING] * 3, "layer_rope_theta": [900.0, 0.0, 0.0]}
             | {"sliding_window": 4, "num_key_value_heads": 3, "hidden_act": "gelu", "attention_multiplier": 0.4},
         },
-        inert=frozenset({"rope_parameters.rope_theta"}),
+        inert={"rope_parameters.rope_theta"},
         base=OWN_BASE,
     ),
     "granitemoe_swa": Case(
@@ -1708,7 +1688,7 @@ CASES: dict[str, Case] = {
             "scale-untied": {"attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False}
             | {"n_heads": 4, "layer_norm_epsilon": 1e-3},
         },
-        inert=frozenset({"max_seq_len", "emb_pdrop", "resid_pdrop", "learned_pos_emb", "embedding_fraction"})
+        inert={"max_seq_len", "emb_pdrop", "resid_pdrop", "learned_pos_emb", "embedding_fraction"}
         | {f"attn_config.{name}" for name in OF_INNER_TABLES},
         base={
             "vocab_size": 97,
@@ -1719,7 +1699,7 @@ CASES: dict[str, Case] = {
             "pad_token_id": 0,
         },
         fixed=OF_MPT | {"is_encoder_decoder"},
-        refused=frozenset({"attn_config.attn_pdrop"}),  # whole numbers there, and a rate of one here
+        refused={"attn_config.attn_pdrop"},  # whole numbers there, and a rate of one here
     ),
     "glm_moe_dsa": Case(  # with biases, since every key is as good for the query of a token whose embedding is zero
         {
@@ -1735,7 +1715,7 @@ CASES: dict[str, Case] = {
             | {"attention_bias": True},
         },
         inert=OF_LATENTS | {"first_k_dense_replace"},
-        fixed=frozenset({"mlp_bias", "head_dim"}),
+        fixed={"mlp_bias", "head_dim"},
     ),
     "olmo_hybrid": Case(
         {
@@ -1745,7 +1725,7 @@ CASES: dict[str, Case] = {
             | {"attention_bias": True, "rms_norm_eps": 1e-3}
             | YARN,
         },
-        inert=frozenset(OF_INITIAL_DELTA),
+        inert=OF_INITIAL_DELTA,
         refused=OF_OLMO_WIDTHS,
         base=OWN_BASE,
     ),
@@ -1765,7 +1745,7 @@ CASES: dict[str, Case] = {
             "yarn-biases": OF_YOUTU | FACTORS | {"attention_bias": True, "rms_norm_eps": 1e-3},
         },
         inert=OF_LATENTS | {"embedding_initializer_range"},
-        refused=frozenset({"head_dim"}),
+        refused={"head_dim"},
     ),
     "glm4_moe": Case(
         {
@@ -1777,7 +1757,7 @@ CASES: dict[str, Case] = {
             | {"rope_parameters": YARN["rope_parameters"] | {"partial_rotary_factor": 1.0}, "head_dim": 12}
             | {"rms_norm_eps": 1e-3, "num_key_value_heads": 3, "routed_scaling_factor": 1.5},
         },
-        inert=frozenset({"output_router_logits", "num_nextn_predict_layers"}),
+        inert={"output_router_logits", "num_nextn_predict_layers"},
     ),
     "qwen3_5_text": Case(
         {
@@ -1798,7 +1778,7 @@ CASES: dict[str, Case] = {
             | {"rope_parameters": IMAGES | {"partial_rotary_factor": 0.5}, "num_key_value_heads": 3},
         },
         inert=OF_LOSSES | OF_IMAGES,
-        base={name: value for name, value in BASE.items() if name != "intermediate_size"},
+        base=NO_HIDDEN,
     ),
     "ministral3": Case(
         {
@@ -1838,7 +1818,7 @@ CASES: dict[str, Case] = {
                 **scaled("linear", factor=3.0),
             },
         },
-        refused=frozenset({"use_bidirectional_attention"}),
+        refused={"use_bidirectional_attention"},
         exact=True,
         narrow=True,
     ),
@@ -1888,7 +1868,7 @@ CASES: dict[str, Case] = {
             },
         },
         base=OWN_BASE | {"logit_scale": 0.7},
-        fixed=frozenset({"head_dim"}),
+        fixed={"head_dim"},
     ),
     "lfm2": Case(
         {
@@ -1900,7 +1880,7 @@ CASES: dict[str, Case] = {
             | {"layer_types": [CONV, FULL, FULL], "conv_L_cache": 5, "num_key_value_heads": 3}
             | scaled("linear", factor=3.0),
         },
-        inert=frozenset({"block_ffn_dim_multiplier", "block_multiple_of"}),
+        inert={"block_ffn_dim_multiplier", "block_multiple_of"},
     ),
     "lfm2_moe": Case(
         {
@@ -1912,8 +1892,8 @@ CASES: dict[str, Case] = {
             | {"layer_types": [CONV, FULL, FULL], "num_dense_layers": 2, "norm_topk_prob": False}
             | {"num_key_value_heads": 3, "conv_L_cache": 5},
         },
-        inert=frozenset({"output_router_logits", "biases-untied-yarn-all-sparse:intermediate_size"}),
-        refused=frozenset({"use_expert_bias"}),  # their weights differ
+        inert={"output_router_logits", "biases-untied-yarn-all-sparse:intermediate_size"},
+        refused={"use_expert_bias"},  # their weights differ
     ),
     "mimo_v2_flash": Case(
         {
@@ -1926,7 +1906,7 @@ CASES: dict[str, Case] = {
             | {"layer_types": [SLIDING] * 3, "attention_value_scale": 1.3, "routed_scaling_factor": 1.5}
             | {"rope_parameters": by_type({"rope_theta": 50.0, "partial_rotary_factor": 1.0}, 9e2), "v_head_dim": 8},
         },
-        inert=frozenset({"output_router_logits"}),
+        inert={"output_router_logits"},
     ),
     "llama4_text": Case(
         {
@@ -1940,11 +1920,9 @@ CASES: dict[str, Case] = {
             | {"layer_types": [FULL, "chunked_attention", FULL], "no_rope_layers": [1, 1, 0], "attention_bias": True}
             | {"attention_chunk_size": 7, "num_key_value_heads": 3, "rms_norm_eps": 1e-3},
         },
-        inert=frozenset(
-            {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "no_rope_layer_interval"}
-            | {"interleave_moe_layer_step", "full-with-rope-biases:intermediate_size_mlp"}
-            | {f"chunks-everywhere-tied-no-norms:{name}" for name in ("attn_scale", "floor_scale")}
-        ),
+        inert={"output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "no_rope_layer_interval"}
+        | {"interleave_moe_layer_step", "full-with-rope-biases:intermediate_size_mlp"}
+        | {f"chunks-everywhere-tied-no-norms:{name}" for name in ("attn_scale", "floor_scale")},
     ),
     "lfm3": Case(
         {
@@ -1961,8 +1939,8 @@ CASES: dict[str, Case] = {
             | {"num_key_value_heads": 3, "sliding_window": 9, "rope_parameters": by_type(ROUNDED, 5000.0)}
             | {"head_dim": 16},
         },
-        refused=frozenset({"untied-biases-no-gate:use_attention_gate"}),  # gates have no bias
-        fixed=frozenset({"plain:attention_bias", "pre-norm-all-turned:attention_bias"}),
+        refused={"untied-biases-no-gate:use_attention_gate"},  # gates have no bias
+        fixed={"plain:attention_bias", "pre-norm-all-turned:attention_bias"},
     ),
     "mamba2": Case(
         {
@@ -1991,8 +1969,8 @@ CASES: dict[str, Case] = {
             | {"num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 6, "head_dim": 12}
             | {"attention_window_size": 9},
         },
-        inert=frozenset({"w_init_variance_scale", "final_w_init_variance_scale"}),
-        base={name: BASE[name] for name in BASE if name != "head_dim"} | {"hidden_size": 48},
+        inert={"w_init_variance_scale", "final_w_init_variance_scale"},
+        base=without(BASE, "head_dim") | {"hidden_size": 48},
     ),
     "jamba": Case(
         {
@@ -2007,7 +1985,7 @@ CASES: dict[str, Case] = {
         inert=OF_LOSSES
         | {"use_mamba_kernels", "use_mambapy", "use_associative_scan"}
         | {f"no-experts-tied-biases:{name}" for name in OF_JAMBA_DENSE},
-        refused=frozenset({"no-experts-tied-biases:output_router_logits", "experts-alone:expert_layer_offset"}),
+        refused={"no-experts-tied-biases:output_router_logits", "experts-alone:expert_layer_offset"},
     ),
     "nemotron_h": Case(
         {
@@ -2022,8 +2000,8 @@ CASES: dict[str, Case] = {
         },
         inert=(OF_STATE_SPACES | OF_NEMOTRON | {f"no-experts-groups:{name}" for name in OF_NEMOTRON_EXPERTS})
         - {"time_step_min"},
-        refused=frozenset({"attention_bias", "biases-one-kv-head:topk_group"}),
-        fixed=frozenset({"tie_word_embeddings"}),
+        refused={"attention_bias", "biases-one-kv-head:topk_group"},
+        fixed={"tie_word_embeddings"},
     ),
     "falcon_h1": Case(
         {
@@ -2037,7 +2015,7 @@ CASES: dict[str, Case] = {
             | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 10, "attention_dropout": 0.1},
         },
         inert=OF_FALCON,
-        refused=frozenset({"mamba_d_ssm", "mamba_d_head", "mamba_n_heads", "projectors_bias", "mamba_proj_bias"}),
+        refused={"mamba_d_ssm", "mamba_d_head", "mamba_n_heads", "projectors_bias", "mamba_proj_bias"},
     ),
     "bamba": Case(
         {
@@ -2060,8 +2038,8 @@ CASES: dict[str, Case] = {
             "one-kv-head-yarn-gelu": {"num_key_value_heads": 1, "head_dim": 10, "rms_norm_eps": 1e-3, **YARN}
             | {"attention_dropout": 0.1, "hidden_act": "gelu"},
         },
-        inert=frozenset({"eod_token_id", "alpha-tied-biases:rope_parameters.factor"}),
-        inexact=frozenset({"alpha-tied-biases"}),  # frequencies of another base are the product of two powers
+        inert={"eod_token_id", "alpha-tied-biases:rope_parameters.factor"},
+        inexact={"alpha-tied-biases"},  # frequencies of another base are the product of two powers
         exact=True,
         narrow=True,
     ),
@@ -2084,10 +2062,10 @@ CASES: dict[str, Case] = {
                 "rms_norm_eps": 1e-3,
             },
         },
-        inert=frozenset({"output_router_logits", "router_aux_loss_coef", "qk_head_dim"}),
+        inert={"output_router_logits", "router_aux_loss_coef", "qk_head_dim"},
         base=GLM5_NEXT,
-        refused=frozenset({"num_attention_heads", "num_key_value_heads"}),  # they must be equal
-        fixed=frozenset({"head_dim", "qk_rope_head_dim", "index_kpool_always_select_tail", "output_router_logits"}),
+        refused={"num_attention_heads", "num_key_value_heads"},  # they must be equal
+        fixed={"head_dim", "qk_rope_head_dim", "index_kpool_always_select_tail", "output_router_logits"},
     ),
     "axk2": Case(  # with biases, as glm_moe_dsa
         {
@@ -2109,7 +2087,7 @@ CASES: dict[str, Case] = {
         },
         inert=OF_LATENTS,
         base=AXK2,
-        fixed=frozenset({"head_dim"}),
+        fixed={"head_dim"},
     ),
     "qwen4_exp_text": Case(
         {
@@ -2137,12 +2115,12 @@ CASES: dict[str, Case] = {
                 "seed": 3,
             },
         },
-        inert=frozenset({"number_of_conv_states", "split_ngram_parts", "output_router_logits", "router_aux_loss_coef"})
+        inert={"number_of_conv_states", "split_ngram_parts", "output_router_logits", "router_aux_loss_coef"}
         | {f"no-memory-sigmoid-tied-biases-yarn:{name}" for name in OF_MEMORIES}
         | {"longer-grams:make_ngram_vocab_size_divisible_by"},
         base=QWEN4,
-        refused=frozenset({"plain:ple_layer_ids"}),  # the next layer has softmax attention
-        fixed=frozenset({"indexer_kv_heads"}),
+        refused={"plain:ple_layer_ids"},  # the next layer has softmax attention
+        fixed={"indexer_kv_heads"},
     ),
     "hy_v4": Case(  # with biases, as glm_moe_dsa
         {
@@ -2168,7 +2146,7 @@ CASES: dict[str, Case] = {
         },
         inert=OF_LATENTS | {"learnable_sink_init"},
         base=HY_V4,
-        fixed=frozenset({"head_dim", "output_router_logits"}),
+        fixed={"head_dim", "output_router_logits"},
     ),
     "deepseek_v4": Case(
         {
@@ -2210,8 +2188,8 @@ CASES: dict[str, Case] = {
             "projections-with-biases": GRANITE_DENSE | {"layer_types": [LINEAR, LINEAR, FULL], "mamba_proj_bias": True},
         },
         inert=OF_GRANITE,
-        refused=frozenset(f"{variant}:num_local_experts" for variant in GRANITE_DENSE_VARIANTS),
-        fixed=frozenset(f"{variant}:output_router_logits" for variant in GRANITE_DENSE_VARIANTS),
+        refused={f"{variant}:num_local_experts" for variant in GRANITE_DENSE_VARIANTS},
+        fixed={f"{variant}:output_router_logits" for variant in GRANITE_DENSE_VARIANTS},
     ),
     "ernie4_5": Case(
         {

@@ -40,6 +40,16 @@ def tokenizer(template: str | None = None, **settings: Any) -> Tokenizer:
     return Tokenizer.from_json(backend.to_str(), boundary_tokens=boundaries)
 
 
+def read_by_both(folder: Path, backend: str, files: dict[str, Any]) -> tuple[Tokenizer, Any]:
+    """What heddle and transformers make of a tokenizer.json beside these files."""
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "tokenizer.json").write_text(backend, encoding="utf-8")
+    got, _ = read_tokenizer_files(folder, 2**20)
+    assert got is not None
+    return got, AutoTokenizer.from_pretrained(folder)
+
+
 def token(name: str) -> int:
     return next(index for index, text in tokenizer().special_tokens.items() if text == name)
 
@@ -101,32 +111,25 @@ def test_an_export_ends_turns_and_keeps_hash_and_separator(tmp_path: Path) -> No
 @pytest.mark.parametrize("where", [TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE])
 def test_special_tokens_are_read_where_transformers_reads_them(where: str, tmp_path: Path) -> None:
     named = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
-    (tmp_path / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
-    (tmp_path / where).write_text(json.dumps(named))
-    got, files = read_tokenizer_files(tmp_path, 2**20)
-    assert got is not None
+    got, theirs = read_by_both(tmp_path, tokenizer().to_json(), {where: named})
     assert got.eos_ids == [token("<|im_end|>")]
     assert got.bos_ids == []  # named, and not added
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
     template = "{{ bos_token }}|{{ messages[0].content }}|{{ eos_token }}"
     rendered = theirs.apply_chat_template([{"role": "user", "content": "x"}], chat_template=template, tokenize=False)
-    ours = ChatFormat(got, files | {CHAT_TEMPLATE_FILE: template})
+    ours = ChatFormat(got, {**got.companion_files, CHAT_TEMPLATE_FILE: template})
     assert ours._render([{"role": "user", "content": "x"}], False) == rendered == "<s>|x|<|im_end|>"
 
 
 def test_tokens_that_the_config_adds_are_added(tmp_path: Path) -> None:
     size = Backend.from_str(tokenizer().to_json()).get_vocab_size()
-    (tmp_path / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
     added = {str(size + 1): {"content": "<b>", "special": False}, str(size): {"content": "<a>", "special": True}}
-    config = tmp_path / TOKENIZER_CONFIG_FILE
-    config.write_text(json.dumps({"added_tokens_decoder": added, "eos_token": "<a>"}))
-    got, _ = read_tokenizer_files(tmp_path, 2**20)
-    assert got is not None
+    config = {"added_tokens_decoder": added, "eos_token": "<a>"}
+    got, theirs = read_by_both(tmp_path, tokenizer().to_json(), {TOKENIZER_CONFIG_FILE: config})
     assert got.eos_ids == [size]
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert got.encode("x<b>y<a>") == theirs("x<b>y<a>")["input_ids"]
     for far in (str(size + 7), "9" * 5000):  # Python reads no integer of so many digits
-        config.write_text(json.dumps({"added_tokens_decoder": {far: {"content": "<far>"}}}))
+        far_away = {"added_tokens_decoder": {far: {"content": "<far>"}}}
+        (tmp_path / TOKENIZER_CONFIG_FILE).write_text(json.dumps(far_away))
         with pytest.raises(ConfigError, match=f"token {far[:4]}"):
             read_tokenizer_files(tmp_path, 2**20)
 
@@ -146,15 +149,10 @@ def test_tokens_that_other_files_name_are_added(file: str, content: dict[str, An
     """With the ids that transformers gives them, and with `eos_token` of the map above that of the config."""
     text = tokenizer().to_json()
     size = Backend.from_str(text).get_vocab_size()
-    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
-    (tmp_path / TOKENIZER_CONFIG_FILE).write_text(json.dumps({"eos_token": "<|end|>"}))
-    (tmp_path / SPECIAL_TOKENS_FILE).write_text(json.dumps({"eos_token": "<|eot|>"}))
     if file == "added_tokens.json":
         content = {token: size + index for token, index in content.items()}
-    (tmp_path / file).write_text(json.dumps(content))
-    got, _ = read_tokenizer_files(tmp_path, 2**20)
-    assert got is not None
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ends = {TOKENIZER_CONFIG_FILE: {"eos_token": "<|end|>"}, SPECIAL_TOKENS_FILE: {"eos_token": "<|eot|>"}}
+    got, theirs = read_by_both(tmp_path, text, ends | {file: content})
     assert got.encode("x<b>y<a> z") == theirs("x<b>y<a> z")["input_ids"]
     assert [got.id_to_token(index) for index in got.eos_ids] == [theirs.eos_token]
 
@@ -185,11 +183,7 @@ def test_a_token_that_is_there_is_split_off_as_other_files_say(
     else:
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
         data["added_tokens"].append({"id": 300, "content": "<a>"} | flags)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
-    (tmp_path / file).write_text(json.dumps(content))
-    got, _ = read_tokenizer_files(tmp_path, 2**20)
-    assert got is not None
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    got, theirs = read_by_both(tmp_path, json.dumps(data), {file: content})
     for text in ("x<a>y", "the <a> warp", "<a><a> <|end|>"):
         assert got.encode(text) == theirs(text)["input_ids"]
     named = {theirs.convert_tokens_to_ids(text) for text in theirs.all_special_tokens}
@@ -222,12 +216,8 @@ def test_a_turn_may_end_at_a_token_that_is_added_and_not_special() -> None:
     reader = RequestReader(chat, "m", ServerLimits())
     with pytest.raises(RequestError, match="special token"):
         reader.read("chat", json.dumps({"model": "m", "messages": talk}).encode())
-    assert (
-        mark
-        in reader.read(
-            "chat", json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}]}).encode()
-        ).stop_ids
-    )
+    asked = reader.read("chat", json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}]}).encode())
+    assert mark in asked.stop_ids
 
 
 def test_a_named_token_without_a_row_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

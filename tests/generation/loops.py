@@ -5,7 +5,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from heddle.laws.harness import forward_no_grad
+from heddle.generation.decode import PinnedDecoder
+from heddle.generation.model_runner import GenerationRequest, ModelRunner
+from heddle.generation.sampling import Sampler
+from heddle.laws.harness import encoder_output_for, forward_no_grad, random_tokens
 from heddle.laws.shrink import shrink
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
@@ -90,3 +93,15 @@ def beam_search_loop(model: Decoder, prompt: list[int], steps: int, num_beams: i
                 (done if token == eos_id else longer).append(([*text, token], total + log_p))
         live = sorted(longer, key=lambda candidate: -candidate[1])[:num_beams]
     return max(done + live, key=lambda candidate: candidate[1] / len(candidate[0]))[0]
+
+
+def pinned_decoder(model: Decoder, prompt: int, tokens: int, limit: int) -> PinnedDecoder:
+    """A decoder of so many tokens after a random prompt of two rows, whose first token of the limit is chosen."""
+    prompts = random_tokens(model.config, 2, prompt)
+    state = model.init_state(2, limit, encoder_output_for(model, 2))
+    runner = ModelRunner(model)
+    _, state = runner.forward(prompts, None, state)
+    request = GenerationRequest(prompts.tolist(), tokens, Sampler(1.0, top_p=0.9, seed=3))
+    decoder = PinnedDecoder(runner, request, prompts[:, 0], state)
+    decoder.grow(limit)
+    return decoder

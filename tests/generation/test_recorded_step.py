@@ -9,37 +9,22 @@ from torch import Tensor
 
 from heddle.generation import decode
 from heddle.generation.decode import PinnedDecoder
-from heddle.generation.model_runner import GenerationRequest, ModelRunner
-from heddle.generation.sampling import Sampler
-from heddle.laws.harness import encoder_output_for, model_under_test, random_tokens
-from heddle.model.decoder import Decoder
+from heddle.laws.harness import model_under_test
 from heddle.numerics.linear import ProductTable, packed_weights, uncounted_linears
 from tests.cases import CASES, case
-from tests.generation.loops import is_causal
+from tests.generation.loops import is_causal, pinned_decoder
 
 COVERING = ["attention-softcap-sink-window", "latent-hybrid", "kda", "delta-steps"]
 ROUTED = [name for name in CASES if "moe" in name]  # the counts of tokens of each expert are read
 CAUSAL = [name for name in CASES if is_causal(case(name)) and name not in ROUTED]
 REST = [pytest.param(name, marks=pytest.mark.soak) for name in CAUSAL if name not in COVERING]
-ROWS, PROMPT, LIMIT, STEPS = 2, 5, 16, 4
+PROMPT, LIMIT, STEPS = 5, 16, 4
 
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records run as they are."""
     monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
-
-
-def decoder_of(model: Decoder) -> PinnedDecoder:
-    """A decoder after a prompt, whose first token of the limit is chosen."""
-    prompts = random_tokens(model.config, ROWS, PROMPT)
-    state = model.init_state(ROWS, LIMIT, encoder_output_for(model, ROWS))
-    request = GenerationRequest(prompts.tolist(), LIMIT, Sampler(1.0, top_p=0.9, seed=3))
-    runner = ModelRunner(model)
-    _, state = runner.forward(prompts, None, state)
-    decoder = PinnedDecoder(runner, request, prompts[:, 0], state)
-    decoder.grow(LIMIT)
-    return decoder
 
 
 def copies(decoder: PinnedDecoder) -> list[Tensor]:
@@ -50,7 +35,7 @@ def copies(decoder: PinnedDecoder) -> list[Tensor]:
 @pytest.mark.usefixtures("uncompiled")
 def test_replays_are_eager_steps(name: str) -> None:
     model = model_under_test(case(name))
-    eager, recorded = decoder_of(model), decoder_of(model)
+    eager, recorded = (pinned_decoder(model, PROMPT, LIMIT, LIMIT) for _ in range(2))
     before = copies(recorded)
     step = decode.record_step(recorded.step, recorded.tensors())
     for value, tensor in zip(before, recorded.tensors(), strict=True):

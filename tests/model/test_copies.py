@@ -12,7 +12,7 @@ from heddle.laws.harness import forward_no_grad, forward_with_state, new_state, 
 from heddle.model.decoder import Decoder, build
 from heddle.model.lora import adapters, add_lora
 from heddle.parts.layout import Layout
-from tests.cases import CASES, case
+from tests.cases import case, each_part
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda original: pickle.loads(pickle.dumps(original)),
@@ -20,30 +20,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "shallow": copy.copy,
 }
 TOKENS = torch.tensor([[5, 3, 8, 13], [2, 7, 1, 9]])
-
-
-def kinds(data: Any) -> set[str]:
-    """Every kind of part that a design names."""
-    if isinstance(data, dict):
-        return {str(data.get("kind", ""))}.union(*map(kinds, data.values()))
-    return set().union(*map(kinds, data)) if isinstance(data, list) else set()
-
-
-def first_of_each_kind() -> list[str]:
-    """The cases that are the first with a kind of part."""
-    seen: set[str] = set()
-    names = []
-    for name in CASES:
-        new = kinds(case(name).dump()) - seen
-        seen |= new
-        names += [name] if new else []
-    return names
-
-
-FIRST = first_of_each_kind()
-EACH = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.soak) for name in CASES]
-)
 
 
 def built(name: str) -> Decoder:
@@ -60,7 +36,7 @@ def check_copies(model: Decoder) -> None:
         assert other.config == model.config
 
 
-@EACH
+@pytest.mark.parametrize("name", each_part())
 def test_copies_of_a_model_and_its_state_go_on(name: str) -> None:
     model = built(name)
     check_copies(model)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from heddle.numerics import cross_entropy
 from heddle.numerics.cross_entropy import (
@@ -21,6 +20,7 @@ from heddle.numerics.cross_entropy import (
 from heddle.numerics.dispatch import DeviceSize, count_flops
 from heddle.numerics.kernels import kernels
 from tests.laws.planting import assigned, calls, condition, operand_dropped, reads
+from tests.numerics.largest_tensor import LargestTensor
 
 TEXT, LOGITS, VOCABULARY, TOKENS = 0.3, 0.8, 11, 13
 
@@ -154,19 +154,6 @@ def test_operations_of_both_heads_are_counted() -> None:
     with count_flops() as flops:
         distillation_sums(hidden, head, targets, teacher, TEXT, LOGITS)
     assert flops[0] == 2 * TOKENS * VOCABULARY * (6 + 4)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the elements of the largest tensor that an operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return result
 
 
 @pytest.mark.parametrize("chunk", [4, 10**6])

@@ -1,6 +1,7 @@
 """Experts: every kernel against a loop over single assignments; gradients, errors and FLOPs."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ EXPERTS_, WIDTH, HIDDEN = 5, 16, 8
 KERNELS = [kernel.name for kernel in EXPERTS.kernels]
 
 
-TANH = glu(torch.tanh)
+TANH, SILU = glu(torch.tanh), glu(functional.silu)
 
 
 def relu2(up: Tensor, gate: Tensor | None = None, /) -> Tensor:
@@ -100,23 +101,38 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["sorted", "blockwise", "reference"])
-@pytest.mark.parametrize("name", CASES)
-def test_kernels_and_their_gradients(name: str, kernel: str) -> None:
+Inputs = tuple[Tensor, ExpertAssignment, ExpertWeights]
+
+
+def draw(name: str, tokens: int = 11, dtype: torch.dtype = torch.float64) -> Inputs:
+    """Random inputs of a case."""
     gated, bias, top_k, drop_some, with_dropout = CASES[name]
-    x = torch.randn(11, WIDTH, dtype=torch.float64, requires_grad=True)
-    weights, assignment = make_weights(gated, bias), make_assignment(11, top_k, drop_some, with_dropout)
+    x = torch.randn(tokens, WIDTH).to(dtype)
+    return x, make_assignment(tokens, top_k, drop_some, with_dropout, dtype), make_weights(gated, bias, dtype)
+
+
+def run(kernel: str, inputs: Inputs, activation: Activation) -> Tensor:
+    with kernels(experts=kernel):
+        return run_experts(*inputs, activation)
+
+
+def assert_all_close(inputs: Inputs, got: Callable[[], Tensor], want: Callable[[], Tensor], bound: float) -> None:
+    """Outputs, and the gradients of all that is learned."""
+    x, assignment, weights = inputs
     learned = [x, assignment.gates, *(weight for weight in weights if weight is not None)]
     for value in learned:
         value.requires_grad_()
-    expected = plain(x, assignment, weights, relu2)
-    with kernels(experts=kernel):
-        actual = run_experts(x, assignment, weights, relu2)
-    assert_close(actual, expected, 1e-12)
-    for actual_gradient, expected_gradient in zip(
-        gradients(actual, learned), gradients(expected, learned), strict=True
-    ):
-        assert_close(actual_gradient, expected_gradient, 1e-12)
+    actual, expected = got(), want()
+    assert_close(actual, expected, bound)
+    for one, other in zip(gradients(actual, learned), gradients(expected, learned), strict=True):
+        assert_close(one, other, bound)
+
+
+@pytest.mark.parametrize("kernel", ["sorted", "blockwise", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_and_their_gradients(name: str, kernel: str) -> None:
+    inputs = draw(name)
+    assert_all_close(inputs, lambda: run(kernel, inputs, relu2), lambda: plain(*inputs, relu2), 1e-12)
 
 
 @pytest.mark.parametrize("block_rows", [1, 2, 3])
@@ -156,7 +172,7 @@ def test_blocks_in_lower_precision(dtype: torch.dtype) -> None:
         weights = make_weights(True, True, dtype).map(lambda weight: weight.to(precision).requires_grad_())
         x, assignment = inputs.to(precision).requires_grad_(), make_assignment(40, 3, dtype=precision)
         with kernels(experts=kernel):
-            y = run_experts(x, assignment, weights, glu(functional.silu))
+            y = run_experts(x, assignment, weights, SILU)
         return gradients(y, [x, *(weight for weight in weights if weight is not None)])
 
     exact = all_gradients("reference", torch.float64)
@@ -207,60 +223,30 @@ def test_clamped_swiglu_equals_its_formula_and_its_gradients_finite_differences(
 @pytest.mark.parametrize("kernel", ["per_expert", "sorted", "blockwise", "reference"])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0]])
 def test_clamped_experts(name: str, kernel: str) -> None:
-    _, bias, top_k, drop_some, with_dropout = CASES[name]
-    x = torch.randn(7, WIDTH, dtype=torch.float64)
-    weights, assignment = make_weights(True, bias), make_assignment(7, top_k, drop_some, with_dropout)
-    with kernels(experts=kernel):
-        actual = run_experts(x, assignment, weights, CLAMPED)
-    assert_close(actual, plain(x, assignment, weights, scalars), 1e-12)
+    inputs = draw(name, 7)
+    assert_close(run(kernel, inputs, CLAMPED), plain(*inputs, scalars), 1e-12)
 
 
 @pytest.mark.parametrize("kernel", ["sorted", "grouped", "blockwise"])
 def test_gradients_of_clamped_experts(kernel: str) -> None:
-    dtype = torch.float32 if kernel == "grouped" else torch.float64
-    x = torch.randn(11, WIDTH, dtype=dtype)
-    weights, assignment = make_weights(True, True, dtype), make_assignment(11, 3, True, True, dtype)
-    learned = [x, assignment.gates, *(weight for weight in weights if weight is not None)]
-    for value in learned:
-        value.requires_grad_()
-    all_gradients = []
-    for kernel_name in (kernel, "reference"):
-        with kernels(experts=kernel_name):
-            all_gradients.append(gradients(run_experts(x, assignment, weights, CLAMPED), learned))
-    for actual, expected in zip(*all_gradients, strict=True):
-        assert_close(actual, expected, 1e-4 if kernel == "grouped" else 1e-12)
+    dtype, bound = (torch.float32, 1e-4) if kernel == "grouped" else (torch.float64, 1e-12)
+    inputs = draw("gated with drops and dropout", dtype=dtype)
+    assert_all_close(inputs, lambda: run(kernel, inputs, CLAMPED), lambda: run("reference", inputs, CLAMPED), bound)
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_few_tokens(name: str, tokens: int) -> None:
-    gated, bias, top_k, drop_some, with_dropout = CASES[name]
-    x = torch.randn(tokens, WIDTH, dtype=torch.float64)
-    weights, assignment = make_weights(gated, bias), make_assignment(tokens, top_k, drop_some, with_dropout)
-    with kernels(experts="per_expert"):
-        actual = run_experts(x, assignment, weights, TANH)
-    torch.testing.assert_close(actual, plain(x, assignment, weights, TANH), rtol=0, atol=1e-12)
+    inputs = draw(name, tokens)
+    torch.testing.assert_close(run("per_expert", inputs, TANH), plain(*inputs, TANH), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("name", CASES)
 def test_grouped(name: str, dtype: torch.dtype, bound: float) -> None:
     """The kernel for other devices, run on the CPU here."""
-    gated, bias, top_k, drop_some, with_dropout = CASES[name]
-    x = torch.randn(11, WIDTH).to(dtype).requires_grad_()
-    weights, assignment = make_weights(gated, bias, dtype), make_assignment(11, top_k, drop_some, with_dropout, dtype)
-    learned = [x, assignment.gates, *(weight for weight in weights if weight is not None)]
-    for value in learned:
-        value.requires_grad_()
-    with kernels(experts="grouped"):
-        actual = run_experts(x, assignment, weights, glu(functional.silu))
-    with kernels(experts="reference"):
-        expected = run_experts(x, assignment, weights, glu(functional.silu))
-    assert_close(actual, expected, bound)
-    for actual_gradient, expected_gradient in zip(
-        gradients(actual, learned), gradients(expected, learned), strict=True
-    ):
-        assert_close(actual_gradient, expected_gradient, bound)
+    inputs = draw(name, dtype=dtype)
+    assert_all_close(inputs, lambda: run("grouped", inputs, SILU), lambda: run("reference", inputs, SILU), bound)
 
 
 @pytest.mark.parametrize("kernel", ["sorted", "grouped", "blockwise", "reference"])
@@ -272,7 +258,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(kernel: str) -> None:
         weight.requires_grad_()
     x = torch.randn(7, WIDTH, requires_grad=True)
     with kernels(experts=kernel):
-        y = run_experts(x, make_assignment(7, 2, dtype=torch.float32), weights, glu(functional.silu))
+        y = run_experts(x, make_assignment(7, 2, dtype=torch.float32), weights, SILU)
     gradients_of_all = torch.autograd.grad(y.sum(), [x, *(weight for weight in weights if weight is not None)])
     assert bool(y.isfinite().all())
     assert bool(gradients_of_all[0].isfinite().all())
@@ -321,9 +307,9 @@ def test_autocast_multiplies_in_its_dtype_and_gradients_keep_theirs() -> None:
         assert weight is not None
         weight.requires_grad_()
     x, assignment = torch.randn(9, WIDTH, requires_grad=True), make_assignment(9, 2, dtype=torch.float32)
-    expected = run_experts(x, assignment, weights, glu(functional.silu))
+    expected = run_experts(x, assignment, weights, SILU)
     with torch.autocast("cpu", torch.bfloat16):
-        actual = run_experts(x, assignment, weights, glu(functional.silu))
+        actual = run_experts(x, assignment, weights, SILU)
         actual.float().sum().backward()
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=0.2)

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from heddle import extensions
@@ -22,6 +20,7 @@ from heddle.numerics.dispatch import DeviceSize, count_flops, record_choices
 from heddle.numerics.kernels import kernels
 from heddle.parts.layout import Layout
 from tests.cases import CASES as DESIGNS
+from tests.numerics.largest_tensor import LargestTensor
 from tests.numerics.oracle import contiguous_positions, loop_attention
 
 KERNELS = {kernel.name: kernel.run for kernel in LATENT.kernels if kernel.name != "native"}  # which has its own tests
@@ -223,18 +222,6 @@ def chosen_kernel(queries: int, keys: int, heads: int = 12) -> str:
 )
 def test_the_kernel_is_chosen_by_shapes(queries: int, keys: int, kernel: str) -> None:
     assert chosen_kernel(queries, keys) == kernel
-
-
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation allocates (views are not counted)."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.elements = max([self.elements, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
-        return out
 
 
 def test_a_chunk_after_a_long_state_never_expands_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import random
 import warnings
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,11 +13,11 @@ from heddle.config import parse_config
 from heddle.errors import ConfigError
 from heddle.numerics.norms import sinkhorn
 from heddle.numerics.random import ParameterDraws
-from heddle.parts.build import ResidualContext
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.residuals.hyper_connections import GateMaps, HyperConnectionsConfig, MixingMaps
 from tests.laws.planting import Plant, calls, reads, wrapped
 from tests.parity.reference import ExactRMS
+from tests.parity.stacks import FUNCTIONS, NAMES, Branch, random_stack
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what a third party says while it is imported is not ours
@@ -27,30 +26,11 @@ with warnings.catch_warnings():
     from transformers.models.hy_v4 import modeling_hy_v4
     from transformers.models.qwen4_exp import modeling_qwen4_exp
 
-NAMES = ("mixer", "feedforward")
 FAMILIES: dict[str, tuple[ModuleType, str]] = {
     "deepseek_v4": (modeling_deepseek_v4, "DeepseekV4"),
     "glm5_next": (modeling_glm5_next, "Glm5NextText"),
     "hy_v4": (modeling_hy_v4, "HYV4"),
     "qwen4_exp": (modeling_qwen4_exp, "Qwen4ExpText"),
-}
-
-
-class Branch(nn.Module):
-    """A function in the place of a mixer or a feed-forward. more: how many other results theirs returns."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], more: int = 0) -> None:
-        super().__init__()
-        self.function, self.more = function, more
-
-    def forward(self, hidden_states: Tensor, **options: Any) -> Any:
-        y = self.function(hidden_states)
-        return (y, *[None] * self.more) if self.more else y
-
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mixer": lambda x: x.flip(1).tanh(),
-    "feedforward": lambda x: x.roll(1, dims=-1).sin(),
 }
 
 
@@ -138,25 +118,13 @@ def both(family: str, seed: int) -> list[tuple[Tensor, ...]]:
     depth, width, length = draw.randint(1, 4), draw.randint(2, 9), draw.randint(1, 5)
     config = parse_config(HyperConnectionsConfig, fields)
     norm = parse_config(RMSConfig, norm_fields)
-    contexts = [ResidualContext(NAMES, width, norm, depth=depth, layer_index=index) for index in range(depth)]
-    blocks, final = nn.ModuleList(map(config.build, contexts)).double(), config.build_final_norm(width, norm).double()
-    torch.manual_seed(seed)
-    parameters = [*blocks.parameters(), *final.parameters()]
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.normal_(1.0 if parameter.dim() < 2 else 0.0, 0.8)
-    x = torch.randn(2, length, width, dtype=torch.float64, requires_grad=True)
-    stream = config.expand(x)
-    for block in blocks:
-        stream = block(stream, FUNCTIONS)
+    stack = random_stack(config, norm, (depth, width, length), seed)
     theirs = SimpleNamespace(
         hidden_size=width, rms_norm_eps=norm_fields["eps"], hc_mult=fields["streams"], hc_count=fields["streams"],
         hc_eps=fields.get("eps"), hc_sinkhorn_iters=fields.get("iterations"), hc_magnitude=fields.get("magnitude"),
         hc_lowrank=fields.get("gate_rank"),
     )  # fmt: skip
-    hidden = (final(stream), their_stack(family, theirs, x, blocks, final))
-    direction = torch.randn(2, length, width, dtype=torch.float64)
-    return [(y, *torch.autograd.grad((y * direction).sum(), [x, *parameters])) for y in hidden]
+    return stack.beside(their_stack(family, theirs, stack.x, stack.blocks, stack.final))
 
 
 def largest_error(family: str, seeds: int) -> float:

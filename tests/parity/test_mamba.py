@@ -103,7 +103,7 @@ WRONG: dict[str, Plant] = {
 @pytest.mark.parametrize("bug", WRONG)
 def test_the_loop_sees_a_wrong_scan(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     WRONG[bug](monkeypatch)
-    assert max(max(largest_errors(seed)) for seed in range(6)) > 1e-3
+    assert any(max(largest_errors(seed)) > 1e-3 for seed in range(6))
 
 
 @pytest.mark.parametrize("rate", [0.0, -1e-6, -5.0, -1e4, -1e30])

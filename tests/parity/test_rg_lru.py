@@ -90,7 +90,7 @@ WRONG: dict[str, Plant] = {
 @pytest.mark.parametrize("bug", WRONG)
 def test_the_loop_sees_a_wrong_recurrence(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     WRONG[bug](monkeypatch)
-    assert max(max(largest_errors(seed)) for seed in range(6)) > 1e-3
+    assert any(max(largest_errors(seed)) > 1e-3 for seed in range(6))
 
 
 def their_errors(seed: int) -> Errors:

@@ -128,4 +128,4 @@ WRONG: dict[str, tuple[bool, Plant]] = {
 def test_the_loop_sees_a_wrong_formula(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     streams, plant = WRONG[bug]
     plant(monkeypatch)
-    assert max(largest_errors(streams, seed)[0] for seed in range(3)) > 1e-3
+    assert any(largest_errors(streams, seed)[0] > 1e-3 for seed in range(3))

@@ -173,7 +173,7 @@ BUGS: dict[str, Plant] = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[bug](monkeypatch)
-    assert max(map(difference, range(30))) > 1e-3
+    assert any(difference(seed) > 1e-3 for seed in range(30))
 
 
 @pytest.mark.parametrize("fields", [{}, {"block_size": 2}, {"block_size": 1}], ids=str)

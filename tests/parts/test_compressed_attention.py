@@ -201,7 +201,7 @@ def offset_errors(seed: int) -> float:
 def test_documents_may_begin_within_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(offset_errors, range(6))) < 1e-10
     reads(block_ends, "first", lambda _, *, segment_ids: segment_ids)(monkeypatch)
-    assert max(map(offset_errors, range(6))) > 1e-3
+    assert any(offset_errors(seed) > 1e-3 for seed in range(6))
 
 
 # DeepSeek-V4 in transformers, on whole texts.

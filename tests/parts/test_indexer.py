@@ -504,7 +504,7 @@ def test_documents_may_begin_within_a_pooled_block(monkeypatch: pytest.MonkeyPat
     """The tokens of a block that lacks some are seen, as those of the last one."""
     assert max(map(offset_error, range(8))) < 1e-10
     calls(finished_blocks, "gather", lambda segments, dim, slots: 0 * slots, nth=1)(monkeypatch)
-    assert max(map(offset_error, range(8))) > 1e-3
+    assert any(offset_error(seed) > 1e-3 for seed in range(8))
 
 
 @pytest.mark.parametrize("window", [None, 2, 3, 5])
@@ -604,7 +604,7 @@ def test_a_shared_index_is_that_of_the_last_indexer(is_handed_over: bool) -> Non
 )
 def test_the_loop_sees_other_blocks(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    assert max(max(largest_errors(seed, "blocks")) for seed in range(12, 36)) > 1e-3
+    assert any(max(largest_errors(seed, "blocks")) > 1e-3 for seed in range(12, 36))
 
 
 @pytest.mark.parametrize(
@@ -626,7 +626,7 @@ def test_the_loop_sees_other_blocks(plant: Any, monkeypatch: pytest.MonkeyPatch)
 )
 def test_the_loop_sees_other_pooled_keys(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    assert max(max(largest_errors(seed, "pooled")) for seed in range(10)) > 1e-3
+    assert any(max(largest_errors(seed, "pooled")) > 1e-3 for seed in range(10))
 
 
 @pytest.mark.parametrize(
@@ -641,22 +641,22 @@ def test_the_loop_sees_other_pooled_keys(plant: Any, monkeypatch: pytest.MonkeyP
 )
 def test_the_loop_sees_other_weights_of_blocks(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    assert max(max(largest_errors(seed, "attention")) for seed in range(16)) > 1e-3
+    assert any(max(largest_errors(seed, "attention")) > 1e-3 for seed in range(16))
 
 
 def test_the_loop_sees_scores_without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls(index_scores, "relu", lambda scores: scores)(monkeypatch)
-    assert max(largest_errors(seed)[1] for seed in range(4)) > 1e-3
+    assert any(largest_errors(seed)[1] > 1e-3 for seed in range(4))
 
 
 def test_the_loop_sees_keys_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     calls(Indexer.forward, "k_norm", lambda inner, k: inner.k_norm(k).flip(-1))(monkeypatch)
-    assert max(largest_errors(seed)[1] for seed in range(4)) > 1e-3
+    assert any(largest_errors(seed)[1] > 1e-3 for seed in range(4))
 
 
 def test_the_loop_sees_queries_without_their_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     calls(Indexer.forward, "q_norm", lambda inner, q: q + 0 * inner.q_norm(q))(monkeypatch)
-    assert max(largest_errors(seed)[1] for seed in (1, 4)) > 1e-3
+    assert any(largest_errors(seed)[1] > 1e-3 for seed in (1, 4))
 
 
 def test_ties_of_the_highest_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Small checkpoints, and a stand-in for the system that counts, fails, dies and forgets what was not synced."""
 
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -146,6 +147,43 @@ def standing_in(system: System) -> Iterator[System]:
         yield system
     finally:
         file_io.system = os
+
+
+Save = Callable[[Path], None]
+
+
+def calls(path: Path, save: Save) -> list[str]:
+    """The system calls of a save."""
+    with standing_in(System()) as system:
+        save(path)
+    return system.trace
+
+
+def die(path: Path, save: Save, at: int, how: str) -> System:
+    """Save until the process dies at a call."""
+    with standing_in(System(at, how)) as system:
+        try:
+            save(path)
+        except Died:
+            return system
+    raise AssertionError(f"the save did not reach call {at}")
+
+
+def crashes(path: Path, save: Save, reset: Callable[[], None], root: Path) -> Iterator[str]:
+    """Every way to die in a save and to lose what was not synced below `root`: in words, after it happened.
+
+    The last calls come first: faults show at the renames.
+    """
+    reset()
+    for at, name in reversed(list(enumerate(calls(path, save), start=1))):
+        for how in ("before", "half", "after") if name == "write" else ("before", "after"):
+            reset()
+            system = die(path, save, at, how)
+            pending, unsynced = len(system.unsynced_names), (False, True) if system.unsynced_files else (False,)
+            for names, files in itertools.product(range(pending + 1), unsynced):
+                reset()
+                die(path, save, at, how).lose(root, names, files)
+                yield f"{how} call {at} ({name}), {names} names and {files} data lost"
 
 
 class FullDisk(System):

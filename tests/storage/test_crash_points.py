@@ -1,11 +1,10 @@
 """A save that dies, fails or loses unsynced data at any call: a load reads the complete old or new content."""
 
 import errno
-import itertools
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from heddle.errors import CheckpointError, MachineError
 from heddle.storage import file_io
 from heddle.storage.folder import write_folder
 from heddle.storage.manifest import MANIFEST_FILE, LogPosition
-from tests.storage.shared import Died, State, System, content, standing_in, state, written
+from tests.storage.shared import Save, State, System, calls, content, crashes, die, standing_in, state, written
 
-Save = Callable[[Path], None]
 SHARD_BYTES = 100
 
 
@@ -55,22 +53,6 @@ def trial(tmp_path: Path) -> TrialFolder:
     return TrialFolder(tmp_path)
 
 
-def calls(trial: TrialFolder, replacing: bool, save: Save) -> list[str]:
-    trial.reset(replacing)
-    with standing_in(System()) as system:
-        save(trial.path)
-    return system.trace
-
-
-def die(trial: TrialFolder, save: Save, at: int, how: str) -> System:
-    with standing_in(System(at, how)) as system:
-        try:
-            save(trial.path)
-        except Died:
-            return system
-    raise AssertionError(f"the save did not reach call {at}")
-
-
 def fault_after_crash(trial: TrialFolder, replacing: bool) -> str | None:
     """The fault that a load or the next save has after a crash; None if both work."""
     try:
@@ -88,18 +70,10 @@ def fault_after_crash(trial: TrialFolder, replacing: bool) -> str | None:
 
 def crash_faults(trial: TrialFolder, save: Save, replacing: bool) -> Iterator[str]:
     """A message for every crash point with a fault: the call, when it died, and what was lost."""
-    trace = calls(trial, replacing, save)
-    for at, name in reversed(list(enumerate(trace, start=1))):  # last calls first: faults show at the renames
-        for how in ("before", "half", "after") if name == "write" else ("before", "after"):
-            trial.reset(replacing)
-            system = die(trial, save, at, how)
-            pending, unsynced = len(system.unsynced_names), (False, True) if system.unsynced_files else (False,)
-            for names, files in itertools.product(range(pending + 1), unsynced):
-                trial.reset(replacing)
-                die(trial, save, at, how).lose(trial.run, names, files)
-                fault = fault_after_crash(trial, replacing)
-                if fault is not None:
-                    yield f"{how} call {at} ({name}), {names} names and {files} data lost: {fault}"
+    for crash in crashes(trial.path, save, lambda: trial.reset(replacing), trial.run):
+        fault = fault_after_crash(trial, replacing)
+        if fault is not None:
+            yield f"{crash}: {fault}"
 
 
 @pytest.mark.parametrize(
@@ -116,17 +90,18 @@ def test_dying_at_any_call_leaves_old_or_new(trial: TrialFolder, save: Save, rep
 
 
 def test_dying_again_while_recovering_leaves_old_or_new(trial: TrialFolder) -> None:
-    trace = calls(trial, True, save)
+    trial.reset(True)
+    trace = calls(trial.path, save)
     renames = [at for at, name in enumerate(trace, start=1) if name == "rename"]
     for first in (*renames, len(trace) - 2):
         trial.reset(True)
-        die(trial, save, first, "after")
+        die(trial.path, save, first, "after")
         with standing_in(System()) as system:
             save(trial.path)
         for second in range(1, len(system.trace) + 1):
             trial.reset(True)
-            die(trial, save, first, "after")
-            die(trial, save, second, "after")
+            die(trial.path, save, first, "after")
+            die(trial.path, save, second, "after")
             assert fault_after_crash(trial, True) is None, (first, second)
 
 
@@ -196,7 +171,8 @@ def test_a_failing_call_raises_machine_error_and_loses_nothing(
     trial: TrialFolder, replacing: bool, persistent: bool, code: int
 ) -> None:
     messages = []
-    for at, name in enumerate(calls(trial, replacing, save), start=1):
+    trial.reset(replacing)
+    for at, name in enumerate(calls(trial.path, save), start=1):
         trial.reset(replacing)
         allowed: tuple[State | None, ...] = (trial.new,)
         with standing_in(System(at, OSError(code, os.strerror(code)), persistent)):
@@ -232,7 +208,8 @@ def test_a_real_limit_on_file_size(trial: TrialFolder) -> None:
 
 
 def test_an_interrupt_restores_the_old_folder(trial: TrialFolder) -> None:
-    for at in range(1, len(calls(trial, True, save)) + 1):
+    trial.reset(True)
+    for at in range(1, len(calls(trial.path, save)) + 1):
         trial.reset(True)
         with standing_in(System(at, KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
             save(trial.path)

@@ -11,7 +11,7 @@ import pytest
 from heddle.errors import CheckpointError, MachineError
 from heddle.storage import file_io
 from heddle.storage.file_io import replace_file, write_file
-from tests.storage.shared import Died, System, standing_in
+from tests.storage.shared import Save, System, calls, crashes, standing_in
 
 OLD, NEW = b"old" * 100, b"new content" * 100
 NO_PROCESS = 4194305  # above the largest process id of Linux
@@ -29,41 +29,20 @@ def reset(path: Path) -> None:
     path.write_bytes(OLD)
 
 
-def calls(path: Path, save: Callable[[Path], None]) -> list[str]:
-    reset(path)
-    with standing_in(System()) as system:
-        save(path)
-    return system.trace
-
-
-def die(path: Path, save: Callable[[Path], None], at: int, how: str) -> System:
-    with standing_in(System(at, how)) as system:
-        try:
-            save(path)
-        except Died:
-            return system
-    raise AssertionError(f"the save did not reach call {at}")
-
-
-def crash_faults(path: Path, save: Callable[[Path], None]) -> Iterator[str]:
+def crash_faults(path: Path, save: Save) -> Iterator[str]:
     """Every crash point after which the file is neither old nor new."""
-    for at, name in enumerate(calls(path, save), start=1):
-        for how in ("before", "half", "after") if name == "write" else ("before", "after"):
-            reset(path)
-            pending = len(die(path, save, at, how).unsynced_names)
-            for names in range(pending + 1):
-                for files in (False, True):
-                    reset(path)
-                    die(path, save, at, how).lose(path.parent.parent, names, files)
-                    # An undone rename gives the old file back; the stand-in only takes the new one away.
-                    content = path.read_bytes() if path.exists() else OLD
-                    if content not in (OLD, NEW):
-                        yield f"{how} call {at} ({name}), {names} names and {files} data lost"
+    for crash in crashes(path, save, lambda: reset(path), path.parent.parent):
+        # An undone rename gives the old file back; the stand-in only takes the new one away.
+        content = path.read_bytes() if path.exists() else OLD
+        if content not in (OLD, NEW):
+            yield crash
 
 
 def test_dying_at_any_call_leaves_old_or_new(tmp_path: Path) -> None:
-    assert {"write", "fsync", "rename"} <= set(calls(tmp_path / "run" / "file", save))
-    assert list(crash_faults(tmp_path / "run" / "file", save)) == []
+    path = tmp_path / "run" / "file"
+    reset(path)
+    assert {"write", "fsync", "rename"} <= set(calls(path, save))
+    assert list(crash_faults(path, save)) == []
 
 
 def in_place(path: Path) -> None:
@@ -103,6 +82,7 @@ def test_a_writer_that_does_not_sync_is_synced(tmp_path: Path) -> None:
 def test_a_failing_call_is_one_sentence_and_leaves_the_old_file(code: int, tmp_path: Path) -> None:
     path = tmp_path / "run" / "file"
     messages = []
+    reset(path)
     for at in range(1, len(calls(path, save)) + 1):
         reset(path)
         with standing_in(System(at, OSError(code, os.strerror(code)))):

@@ -18,7 +18,8 @@ from heddle.training.checkpoint import CheckpointSaver
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from tests import small
-from tests.storage.shared import Died, System, standing_in, untimed_log
+from tests.storage.shared import untimed_log
+from tests.training.test_resume import check_deaths
 
 STEPS = 7
 
@@ -87,15 +88,8 @@ def test_a_save_without_a_copy_is_caught(
 
 
 def test_death_at_system_calls_of_a_save(texts: Corpus, tmp_path: Path, whole: Any) -> None:
-    with standing_in(System()) as counting:
-        train(job(texts, tmp_path / "count"))
-    calls = len(counting.trace)
-    for at in range(1, calls, max(1, calls // 6)):
-        out = tmp_path / str(at)
-        with standing_in(System(at, "after")), pytest.raises(Died):
-            train(job(texts, out))
-        train(job(texts, out))
-        assert ending(out) == whole, at
+    check_deaths(tmp_path, lambda out: job(texts, out), ending, 6)
+    assert ending(tmp_path / "count") == whole
 
 
 def test_a_failed_save_is_loud_and_replaces_no_good_checkpoint(

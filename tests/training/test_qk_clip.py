@@ -179,10 +179,10 @@ def test_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         both = property(lambda self: [each._replace(parts=[(self.head_dim, 1.0)]) for each in rows(self)])
         patch.setattr(Attention, "logit_rows", both)
-        assert max(map(error, range(12))) > 1e-3
+        assert any(error(seed) > 1e-3 for seed in range(12))
     half = property(lambda self: [each._replace(parts=[(self.head_dim, 0.5)]) for each in rows(self)])
     monkeypatch.setattr(Attention, "logit_rows", half)
-    assert max(map(error, range(12))) > 1e-3
+    assert any(error(seed) > 1e-3 for seed in range(12))
 
 
 @pytest.mark.parametrize(

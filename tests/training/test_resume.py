@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,23 @@ def ending(out: Path) -> tuple[str, str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def whole(texts: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, list[dict[str, Any]]]:
-    """The ending of a run that nothing disturbed."""
+def undisturbed(texts: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed; tests damage a copy, `finished`."""
     out = tmp_path_factory.mktemp("whole")
     train(job(texts, out))
-    return ending(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(undisturbed: Path) -> tuple[str, str, list[dict[str, Any]]]:
+    """Its ending."""
+    return ending(undisturbed)
+
+
+@pytest.fixture
+def finished(undisturbed: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(undisturbed, tmp_path / "finished"))
 
 
 @contextmanager
@@ -103,16 +115,22 @@ def test_death_at_every_second_step_of_one_run(
     assert ending(tmp_path) == whole
 
 
-def test_death_at_system_calls_of_a_save(texts: Corpus, tmp_path: Path, whole: Any) -> None:
+def check_deaths(root: Path, make: Callable[[Path], TrainingJob], ends: Callable[[Path], Any], number: int) -> None:
+    """A run that dies after about so many of the system calls ends, continued, as one that does not."""
     with standing_in(System()) as counting:
-        train(job(texts, tmp_path / "count"))
+        train(make(root / "count"))
     calls = len(counting.trace)
-    for at in range(1, calls, max(1, calls // 10)):
-        out = tmp_path / str(at)
+    for at in range(1, calls, max(1, calls // number)):
+        out = root / str(at)
         with standing_in(System(at, "after")), pytest.raises(Died):
-            train(job(texts, out))
-        train(job(texts, out))
-        assert ending(out) == whole, at
+            train(make(out))
+        train(make(out))
+        assert ends(out) == ends(root / "count"), at
+
+
+def test_death_at_system_calls_of_a_save(texts: Corpus, tmp_path: Path, whole: Any) -> None:
+    check_deaths(tmp_path, lambda out: job(texts, out), ending, 10)
+    assert ending(tmp_path / "count") == whole
 
 
 def test_muon_with_rates_of_its_own(texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +168,9 @@ def test_a_run_at_its_end_is_only_measured_again(texts: Corpus, tmp_path: Path, 
     assert ending(tmp_path) == whole
 
 
-def test_how_a_batch_is_split_is_part_of_a_run(texts: Corpus, tmp_path: Path) -> None:
-    train(job(texts, tmp_path))
+def test_how_a_batch_is_split_is_part_of_a_run(texts: Corpus, finished: Path) -> None:
     with pytest.raises(CheckpointError, match=r"settings\.gradient_accumulation_steps.*1.*2"):
-        train(job(texts, tmp_path, gradient_accumulation_steps=2))
+        train(job(texts, finished, gradient_accumulation_steps=2))
 
 
 def forgetting_moments(*arguments: Any) -> Any:
@@ -199,30 +216,27 @@ def test_a_checkpoint_holds_the_state_of_the_random_numbers(
 
 
 def test_a_damaged_checkpoint_is_passed_over_aloud(
-    texts: Corpus, tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]
+    texts: Corpus, finished: Path, whole: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(job(texts, tmp_path))
-    newest = checkpoint_folder(tmp_path, STEPS) / "model.safetensors"
+    newest = checkpoint_folder(finished, STEPS) / "model.safetensors"
     data = bytearray(newest.read_bytes())
     data[-3] ^= 4
     newest.write_bytes(data)
-    capsys.readouterr()
-    train(job(texts, tmp_path))
+    train(job(texts, finished))
     warnings = capsys.readouterr().err
     assert "warning: " in warnings
     assert str(newest) in warnings
     assert "continuing" in warnings
     assert "from step 6" in warnings
-    assert ending(tmp_path) == whole
+    assert ending(finished) == whole
 
 
-def test_a_checkpoint_of_an_impossible_step_is_refused(texts: Corpus, tmp_path: Path) -> None:
-    train(job(texts, tmp_path / "run"))
+def test_a_checkpoint_of_an_impossible_step_is_refused(texts: Corpus, finished: Path, tmp_path: Path) -> None:
     train(small.job(texts, tmp_path / "longer", small.dropping(), STEPS + 2, evaluate_every=3, save_every=2))
-    later = checkpoint_folder(tmp_path / "run", STEPS + 2)
+    later = checkpoint_folder(finished, STEPS + 2)
     shutil.copytree(checkpoint_folder(tmp_path / "longer", STEPS + 2), later)
     with pytest.raises(CheckpointError, match=f"step {STEPS + 2}.*{STEPS}"):
-        train(job(texts, tmp_path / "run"))
+        train(job(texts, finished))
     contents = read_folder(later)
     for step in (-1, STEPS, 10**17, "9", True):
         documents = contents.documents | {PROGRESS_FILE: json.dumps({"step": step})}
@@ -231,17 +245,16 @@ def test_a_checkpoint_of_an_impossible_step_is_refused(texts: Corpus, tmp_path: 
 
 
 def test_a_checkpoint_of_another_run_with_its_log_is_refused(
-    texts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    texts: Corpus, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, seed in (("run", 0), ("other", 1)):
-        train(job(texts, tmp_path / name, seed=seed))
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    shutil.copytree(tmp_path / "other" / "checkpoints", tmp_path / "run" / "checkpoints")
-    shutil.copy(tmp_path / "other" / LOG_FILE, tmp_path / "run" / LOG_FILE)
+    train(job(texts, tmp_path / "other", seed=1))
+    shutil.rmtree(finished / "checkpoints")
+    shutil.copytree(tmp_path / "other" / "checkpoints", finished / "checkpoints")
+    shutil.copy(tmp_path / "other" / LOG_FILE, finished / LOG_FILE)
     with pytest.raises(CheckpointError, match="it is a checkpoint of another run"):
-        train(job(texts, tmp_path / "run"))
-    newest = checkpoint_folder(tmp_path / "run", checkpoint_steps(tmp_path / "run")[-1])
-    for named in (tmp_path / "run", newest):  # by each reader of models, too
+        train(job(texts, finished))
+    newest = checkpoint_folder(finished, checkpoint_steps(finished)[-1])
+    for named in (finished, newest):  # by each reader of models, too
         with pytest.raises(CheckpointError, match="is a checkpoint of another run"):
             heddle.load(named)
     heddle.load(newest.rename(tmp_path / newest.name))  # elsewhere it stands for itself
@@ -254,35 +267,32 @@ def test_a_checkpoint_of_another_run_with_its_log_is_refused(
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_not_read(
-    texts: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(job(texts, tmp_path))
-    first, last = (checkpoint_folder(tmp_path, step) for step in checkpoint_steps(tmp_path))
-    renamed = last.rename(checkpoint_folder(tmp_path, STEPS + 5))
-    assert find_model_folder(tmp_path) == first
+    first, last = (checkpoint_folder(finished, step) for step in checkpoint_steps(finished))
+    renamed = last.rename(checkpoint_folder(finished, STEPS + 5))
+    assert find_model_folder(finished) == first
     assert f"is the checkpoint of step {STEPS}, not of step {STEPS + 5}" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=f"step {STEPS}, not of step {STEPS + 5}"):
         heddle.load(renamed)
     shutil.rmtree(first)
     with pytest.raises(CheckpointError, match=f"step {STEPS}, not of step {STEPS + 5}"):
-        heddle.load(tmp_path)
+        heddle.load(finished)
 
 
-def test_a_cut_last_line_of_the_log_is_written_again(texts: Corpus, tmp_path: Path, whole: Any) -> None:
-    train(job(texts, tmp_path))
-    path = tmp_path / LOG_FILE
+def test_a_cut_last_line_of_the_log_is_written_again(finished: Path) -> None:
+    path = finished / LOG_FILE
     path.write_text(path.read_text()[:-30])
-    assert len(read_log(tmp_path)) == STEPS - 1
+    assert len(read_log(finished)) == STEPS - 1
     path.write_text(path.read_text() + "\n[1]\n")
     with pytest.raises(CheckpointError, match=f"line {STEPS}"):
-        read_log(tmp_path)
+        read_log(finished)
 
 
-def test_the_manifest_of_a_checkpoint_says_where_the_log_was(texts: Corpus, tmp_path: Path) -> None:
-    train(job(texts, tmp_path))
-    lines = (tmp_path / LOG_FILE).read_text().splitlines()
-    for step in checkpoint_steps(tmp_path):
-        manifest = json.loads((checkpoint_folder(tmp_path, step) / "manifest.json").read_text())
+def test_the_manifest_of_a_checkpoint_says_where_the_log_was(finished: Path) -> None:
+    lines = (finished / LOG_FILE).read_text().splitlines()
+    for step in checkpoint_steps(finished):
+        manifest = json.loads((checkpoint_folder(finished, step) / "manifest.json").read_text())
         assert manifest["log"] == {"lines": step, "head": json.loads(lines[step - 1])["chain"]}
 
 
