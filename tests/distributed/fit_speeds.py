@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from heddle.lab.plan.costs import ModelCost, RankLayout, Speeds, model_cost, step_time
-from heddle.lab.plan.gpus import GPUS, Gpu
+from heddle.lab.plan.costs import GPUS, Gpu, ModelCost, RankLayout, Speeds, model_cost, step_time
 from tests.distributed.published import mpt_design, mpt_runs
 
 Row = dict[str, str]

@@ -14,6 +14,8 @@ from heddle.distributed.ranks import ParallelDegrees
 from heddle.errors import ConfigError
 from heddle.lab.plan.costs import (
     AMPERE,
+    GIB,
+    GPUS,
     HOPPER,
     USABLE,
     ModelCost,
@@ -23,7 +25,6 @@ from heddle.lab.plan.costs import (
     plan_training,
     rank_memory,
 )
-from heddle.lab.plan.gpus import GIB, GPUS
 from heddle.model.load_config import load_config, with_vocab_size
 from heddle.model.size import size
 from heddle.settings import shared

@@ -4,8 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from heddle.lab.plan.costs import RankLayout, model_cost, rank_memory
-from heddle.lab.plan.gpus import GIB, GPUS
+from heddle.lab.plan.costs import GIB, GPUS, RankLayout, model_cost, rank_memory
 from tests.distributed.fit_speeds import error, tokens_per_second
 from tests.distributed.published import mpt_runs, published_design, published_runs
 

@@ -46,13 +46,11 @@ class LadderPoints:
 
     def cost(self, name: str, sizes: Array | float) -> Array:
         """The training FLOPs of a design at some sizes, by power-law interpolation between counted ones."""
-        counted_sizes, counted_costs = (np.log(values) for values in self.costs[name])
-        return np.asarray(np.exp(_interpolate(np.log(sizes), counted_sizes, counted_costs)))
+        return _interpolate(sizes, *self.costs[name])
 
     def size_of_cost(self, name: str, costs: Array | float) -> Array:
         """The size at which a design's training has this cost."""
-        counted_sizes, counted_costs = (np.log(values) for values in self.costs[name])
-        return np.asarray(np.exp(_interpolate(np.log(costs), counted_costs, counted_sizes)))
+        return _interpolate(costs, *reversed(self.costs[name]))
 
     def limit(self, name: str) -> float:
         """The largest size of a design for which anything is predicted, at the compared tokens per parameter."""
@@ -63,12 +61,13 @@ class LadderPoints:
         return MAX_EXTRAPOLATION * min(limits)
 
 
-def _interpolate(x: Any, known_x: Array, known_y: Array) -> Array:
-    """Linear interpolation, also just beyond the last known points, where rounding may put a limit."""
+def _interpolate(values: Array | float, known: Sequence[float], results: Sequence[float]) -> Array:
+    """Power-law interpolation, also just beyond the last known points, where rounding may put a limit."""
+    x, known_x, known_y = (np.log(each) for each in (values, known, results))
     last = len(known_x) - 2
     index = np.clip(np.searchsorted(known_x, x) - 1, 0, last)
     slope = (known_y[index + 1] - known_y[index]) / (known_x[index + 1] - known_x[index])
-    return np.asarray(known_y[index] + slope * (x - known_x[index]))
+    return np.asarray(np.exp(known_y[index] + slope * (x - known_x[index])))
 
 
 def interval(values: Array) -> tuple[float, float, float]:

@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from heddle.errors import ConfigError, MachineError
-from heddle.lab.plan.gpus import GIB, find_gpu
 from heddle.lab.show import plain_design
 from heddle.progress import format_amount, print_status
 from heddle.session import load_parts
@@ -84,6 +83,7 @@ def plan(
     if tokens is not None and not 0 < tokens < float("inf"):
         raise ConfigError(f"--tokens {tokens}: must be a number above 0, such as 20B")
     load_parts(settings.part)
+    from heddle.lab.plan.costs import find_gpu, plan_training
     from heddle.model.load_config import load_config, read_design, with_vocab_size
 
     data, gpu = read_design(settings.design, settings.overrides), find_gpu(settings.gpu)
@@ -91,8 +91,6 @@ def plan(
     config = with_vocab_size(loaded, DEFAULT_VOCAB_SIZE)
     if settings.cpu:
         return PlannedTraining(_cpu_facts(settings, config) | {"vocab_size_assumed": loaded.vocab_size is None})
-    from heddle.lab.plan.costs import plan_training
-
     result = plan_training(config, gpu, settings.gpus, _length(settings, config), settings.batch_size)
     facts = _facts(result, settings) | {"engines": _engine_facts(config, result, settings.design)}
     facts["vocab_size"], facts["vocab_size_assumed"] = config.vocab_size, loaded.vocab_size is None
@@ -276,7 +274,7 @@ def _nearest_plans(config: "ModelConfig", plan: "Plan") -> list[str]:
 
 def _facts(plan: "Plan", settings: PlanSettings) -> dict[str, Any]:
     """Everything the command prints, as plain data. Bytes, seconds, FLOPs."""
-    from heddle.lab.plan.costs import USABLE
+    from heddle.lab.plan.costs import GIB, USABLE
 
     cost, tokens = plan.cost, settings.tokens
     return {
@@ -318,7 +316,7 @@ def _command_of(settings: PlanSettings, plan: "Plan", candidate: "Candidate") ->
 
 def _limits(plan: "Plan", candidate: "Candidate") -> list[str]:
     """Sentences on what takes most of the memory and time, if sequence length is the reason."""
-    from heddle.lab.plan.costs import USABLE
+    from heddle.lab.plan.costs import GIB, USABLE
 
     layout, memory, time, length = candidate.layout, candidate.memory, candidate.time, plan.cost.sequence_length
     result, usable = [], USABLE * plan.gpu.memory * GIB
