@@ -69,7 +69,7 @@ KEYWORDS = {
     ),
     "docs/deploy/README": "deploy, production, other servers",
     "docs/compare": "compare designs, compare text, measure loss, evaluate loss, bits per byte, perplexity my model",
-    "docs/compare/budgets": "comparison cost, comparison takes, ctrl c, interrupt comparison",
+    "docs/compare/budgets": "comparison cost, comparison takes, ctrl c, interrupt comparison, budget short",
     "docs/compare/reading": "uncertainty, sure result",
     "docs/compare/tuning": "tune, learning rate tuning, best learning rate, fair learning rate, hyperparameters",
     "docs/ladder": "scaling law, chinchilla",

@@ -221,8 +221,8 @@ def _finished(app: Sphinx, exception: Exception | None) -> None:
     """The start page under the name that servers open, and the texts of results."""
     if exception is None:
         shutil.copyfile(app.outdir / f"{app.config.root_doc}.html", app.outdir / "index.html")
-        pages = (name for name in app.env.found_docs if not name.startswith("api/"))
-        texts = {name: [*_paragraphs(app.env.get_doctree(name))] for name in pages}
+        texts = {name: [*_paragraphs(app.env.get_doctree(name))] for name in app.env.found_docs}
+        texts = {name: rows[:1] if name.startswith("api/") else rows for name, rows in texts.items()}
         (app.outdir / "_static/texts.js").write_text(f"const TEXTS = {json.dumps(texts)};\n", encoding="utf-8")
 
 

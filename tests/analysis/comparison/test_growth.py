@@ -125,6 +125,22 @@ def test_designs_that_are_added_do_not_change_how_it_stops(folder: Path, tmp_pat
         assert run_command(command(folder, tmp_path, "--seeds", "2", designs="abc")) == 0
 
 
+def test_a_budget_does_not_forget_that_designs_were_added(
+    folder: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a budget, the schedule is made again once the time for training is known."""
+    assert run_command(until(folder, tmp_path, designs="ab")) == 0
+    judged, choose = [], run_module.choose_schedule
+
+    def recorded(plan: Any, count: int = 1, saved: Any = (), earlier_designs: Any = ()) -> Any:
+        judged.append([*earlier_designs])
+        return choose(plan, count, saved, earlier_designs)
+
+    monkeypatch.setattr(run_module, "choose_schedule", recorded)
+    assert run_command(until(folder, tmp_path, "--budget", "20m")) == 0
+    assert judged == [[["a", "b"]]] * 2
+
+
 def test_seeds_added_before_the_first_look_are_no_second_look(folder: Path, tmp_path: Path, workers: Workers) -> None:
     workers.interrupted_at = "b-seed1"
     assert run_command(command(folder, tmp_path, "--seeds", "2")) == 143

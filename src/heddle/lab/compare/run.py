@@ -409,7 +409,9 @@ def run_comparison(
             files = (run_file(out, *pair) for pair in saved_runs(out, names))
             spent = sum(float(read_json_file(file).get("seconds") or 0.0) for file in files) / workers.total
             seconds = spent + max(0.0, writer.training_end - time.monotonic())
-            schedule = choose_schedule(replace(plan, time_budget=seconds), workers.total, saved_runs(out, names))
+            schedule = choose_schedule(
+                replace(plan, time_budget=seconds), workers.total, saved_runs(out, names), results.earlier_designs
+            )
         # Workers that finish the last trainings start on the recall tasks at once, unless the number of trainings, or
         # the time that they leave, is not known in advance.
         is_fixed = plan.until_resolved is None and time_plan.budget is None
