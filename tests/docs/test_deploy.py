@@ -218,7 +218,7 @@ def test_vllm_knows_the_exported_class(reader: Reader) -> None:
 
 
 def test_files_given_to_llama_cpp_and_ollama_exist(reader: Reader) -> None:
-    for program in ("llama-completion", "llama-server", "llama-quantize"):
+    for program in ("llama-completion", "llama-server"):
         (arguments,) = shell_arguments("deploy/llama-cpp.md", program)
         assert any((reader.folder / argument).is_file() for argument in arguments if argument.endswith(".gguf"))
     (arguments,) = shell_arguments("deploy/ollama.md", "ollama create heddle-tiny")

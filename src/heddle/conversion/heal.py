@@ -415,8 +415,7 @@ def _adapted_rate(source: ConversionSource, job: TrainingJob, corpus: Corpus, fi
     print_status("measuring the loss that the conversion added, which decides the learning rate")
     start, settings = job.init_checkpoint, job.settings
     assert start is not None
-    length, eod_id = settings.sequence_length, corpus.tokenizer.eod_id
-    loader = CorpusLoader(corpus.train, corpus.weights, length, 1, SAMPLE_SEED, eod_id, corpus.rows)
+    loader = _loader(corpus, settings.sequence_length, 1, SAMPLE_SEED)
     rows, bits = [loader.batch(row) for row in range(RATE_ROWS)], []
     with progress_bar("measuring", 2 * RATE_ROWS, "sequences") as bar:
         for read in (lambda: build_model(source.weights), lambda: load(start.folder)[0]):  # one at a time in memory

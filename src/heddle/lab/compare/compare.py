@@ -258,7 +258,7 @@ def _print_interrupted(settings: CompareSettings) -> None:
         if stage.finished < stage.planned
     ]
     what = ", ".join(missing) or "the text"
-    print_text(f"report so far: {settings.out / 'report.html'}; missing: {what}; the same command continues")
+    print_text(f"report so far: {settings.out / 'report.html'} (missing: {what}). The same command continues.")
 
 
 def _plan_time(
