@@ -182,7 +182,8 @@ def test_scores_are_by_token_and_byte(name: str) -> None:
     text = "the warp 🙂日 é"
     ids = tokenizer.encode(text)
     scores = [TokenScore(token, -1.0, [(token, -1.0), (ids[0], -2.0)]) for token in ids]
-    answer = completion_scores(scores, tokenizer)
+    answer, whole = completion_scores(scores, tokenizer)
+    assert whole.decode().strip() == text
     data = [tokenizer.token_bytes(token) for token in ids]
     assert b"".join(data).decode().strip() == text
     assert answer["text_offset"] == [len(b"".join(data[:index]).decode("utf-8", "ignore")) for index in range(len(ids))]
@@ -311,11 +312,27 @@ def test_a_damaged_model_scores_no_prompt() -> None:
 def test_offsets_leave_out_the_space_that_a_tokenizer_adds() -> None:
     tokenizer = imported("llama2")
     ids = tokenizer.encode("the warp")
-    answer = completion_scores([TokenScore(token, -1.0, []) for token in ids], tokenizer, added_spaces=1)
+    answer, _ = completion_scores([TokenScore(token, -1.0, []) for token in ids], tokenizer, echo="the warp")
     shown = [tokenizer.token_bytes(token).decode() for token in ids]
     assert shown[0].startswith(" ")
     for piece, offset in zip([shown[0][1:], *shown[1:]], answer["text_offset"], strict=True):
         assert "the warp"[offset : offset + len(piece)] == piece
+
+
+@pytest.mark.parametrize("name", ["llama2", "gemma"])
+def test_offsets_count_special_tokens_that_an_echoed_prompt_names(name: str) -> None:
+    """A begin token that was added is not in the text; nor is a space that a tokenizer adds after a special token."""
+    tokenizer = imported(name)
+    text = "warp<|stop|>é 日<|stop|>"
+    ids = [1, *tokenizer.encode(text)]
+    scores = [TokenScore(token, -1.0, []) for token in ids]
+    first, before = completion_scores(scores[:3], tokenizer, echo=text)
+    later, whole = completion_scores(scores[3:], tokenizer, before, text)
+    assert whole.decode() == text
+    offsets = first["text_offset"] + later["text_offset"]
+    assert offsets[:2] == [0, 0]
+    stops = [offset for token, offset in zip(ids, offsets, strict=True) if token == ids[-1]]
+    assert stops == [text.index("<"), text.rindex("<")]
 
 
 def test_several_texts_that_find_no_room_leave_nothing_behind(server: Running) -> None:

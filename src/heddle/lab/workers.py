@@ -176,7 +176,7 @@ def run_tasks(
         finally:
             pool.kill()
         if stop_request.signal_number is not None:
-            raise Interrupted(stop_request.signal_number, "ended between two runs; the same command continues")
+            raise Interrupted(stop_request.signal_number, "ended before all runs were done; the same command continues")
     return [result for result in results.values() if result is not None]
 
 

@@ -245,8 +245,7 @@ CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 class Choice:
     """The progress of one completion. score_bytes: of the tokens whose logprobs were sent.
 
-    added_spaces: spaces of the prompt's first token that the echoed text does not have. held: text that may be a tool
-    call, until that is known. calls: the parsed tool calls.
+    held: text that may be a tool call, until that is known. calls: the parsed tool calls.
     """
 
     request: TextRequest
@@ -254,7 +253,6 @@ class Choice:
     new_tokens: int = 0
     finish_reason: str | None = None
     held: str = ""
-    added_spaces: int = 0
     has_begun: bool = False  # whether text was sent to the client
     calls: list[dict[str, Any]] = field(default_factory=list)
 
@@ -319,7 +317,7 @@ class Answer:
 
     def __init__(self, application: Application, kind: str, requests: list[TextRequest], entry: object) -> None:
         self.engine, self.reader, self.request, self.kind = application.engine, application.reader, requests[0], kind
-        self.choices = [Choice(request, added_spaces=self._added_spaces(request)) for request in requests]
+        self.choices = [Choice(request) for request in requests]
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._look_at = time.monotonic() + DISCONNECT_SECONDS  # when to check whether the client is connected
@@ -332,12 +330,6 @@ class Answer:
         except RequestError:  # the queue is full
             self.cancel()
             raise
-
-    def _added_spaces(self, request: TextRequest) -> int:
-        """1 if the prompt's tokens begin with a space that its text does not have, as some tokenizers add; else 0."""
-        pieces = map(self.reader.tokenizer.token_bytes, request.prompt_ids)
-        text = next((piece for piece in pieces if piece), b"")
-        return int(bool(request.echo) and text.startswith(b" ") and not str(request.echo).startswith(" "))
 
     def _deliver(self, index: int, event: Event) -> None:
         if not self._loop.is_closed():
@@ -423,8 +415,8 @@ class Answer:
             choice = self.choices[index]
             logprobs = None
             if has_scores:
-                logprobs = completion_scores(scores, tokenizer, choice.score_bytes, choice.added_spaces)
-            choice.score_bytes += b"".join(tokenizer.token_bytes(score.token) for score in scores)
+                echo = choice.request.echo or ""
+                logprobs, choice.score_bytes = completion_scores(scores, tokenizer, choice.score_bytes, echo)
             return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         logprobs = chat_scores(scores, tokenizer) if has_scores else None
         role: dict[str, Any] = {"role": "assistant"} if part == "message" else {}

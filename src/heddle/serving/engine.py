@@ -214,18 +214,24 @@ def chat_scores(scores: list[TokenScore], tokenizer: Tokenizer) -> dict[str, Any
 
 
 def completion_scores(
-    scores: list[TokenScore], tokenizer: Tokenizer, before: bytes = b"", added_spaces: int = 0
-) -> dict[str, Any]:
-    """`logprobs` of /v1/completions, and token_ids.
+    scores: list[TokenScore], tokenizer: Tokenizer, before: bytes = b"", echo: str = ""
+) -> tuple[dict[str, Any], bytes]:
+    """`logprobs` of /v1/completions, and token_ids; and the bytes of the text after these tokens.
 
-    before: the bytes of the text so far. text_offset: whole characters of the text before each token. added_spaces:
-    spaces before the text that only its tokens have.
+    before: the bytes of the text so far. text_offset: whole characters of the text before each token. echo: the prompt;
+    it may name special tokens, and lacks the spaces that a tokenizer adds.
     """
-    offsets, data = [], before
+    offsets, data, prompt = [], before, echo.encode("utf-8")
     for score in scores:
-        offsets.append(max(0, len(data.decode("utf-8", "ignore")) - added_spaces))
-        data += tokenizer.token_bytes(score.token)
-    return {
+        offsets.append(len(data.decode("utf-8", "ignore")))
+        piece, rest = tokenizer.token_bytes(score.token), prompt[len(data) :]
+        name = tokenizer.special_tokens.get(score.token, "").encode("utf-8")
+        if name and rest.startswith(name):
+            piece = name
+        elif rest and not rest.startswith(b" "):
+            piece = piece.removeprefix(b" ")
+        data += piece
+    shown = {
         "tokens": [token_text(score.token, tokenizer) for score in scores],
         "token_ids": [score.token for score in scores],
         "token_logprobs": [None if score.is_first else score.log_probability for score in scores],
@@ -235,6 +241,7 @@ def completion_scores(
         ],
         "text_offset": offsets,
     }
+    return shown, data
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,7 @@ def test_what_cannot_fit_is_refused_before_the_text_is_read(
         (("--speed-context-length", "2048"), {"--batch-size 2", "--speed-context-length 512"}),
         (("--batch-size", "2", "--speed-context-length", "512"), {"--batch-size 1"}),
         (("--batch-size", "1", "layers.*.repeat=3"), {"layers.*.repeat=2"}),
+        (("--batch-size", "1", "--seeds", "3"), {"--seeds 2"}),
         (("--batch-size", "1", "--tune", "lr=0.001,0.002"), {"a smaller --tune-budget"}),
         (("--batch-size", "1", "--tune", "lr=0.001,0.002", "--tune-budget", "2m"), {"a smaller --tune-budget"}),
     ],

@@ -125,6 +125,18 @@ def test_designs_that_are_added_do_not_change_how_it_stops(folder: Path, tmp_pat
         assert run_command(command(folder, tmp_path, "--seeds", "2", designs="abc")) == 0
 
 
+def test_a_plan_without_planned_runs_says_that_more_seeds_follow(
+    folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(until(folder, tmp_path)) == 0
+    capsys.readouterr()
+    again = until(folder, tmp_path, "--until-resolved", "0.003", "--dry-run")
+    assert run_command([word for word in again if word != "--quiet"]) == 0
+    plan = capsys.readouterr().err
+    assert "± 0.003" in plan
+    assert " 0 s" not in plan
+
+
 def test_a_budget_does_not_forget_that_designs_were_added(
     folder: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -358,6 +358,7 @@ def _too_short(
     parts["text and report"] = least - sum(parts.values())
     listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items() if round(seconds))
     smaller = {
+        f"--seeds {MIN_SEEDS}": len(plan.seeds) > MIN_SEEDS,
         f"--batch-size {plan.batch_size // 2}": plan.batch_size > 1,
         "--speed-context-length 512": max(plan.speed_contexts) > 512,
         "a smaller --tune-budget": tuning > 0,
@@ -453,6 +454,8 @@ def describe_plan(
     total = f"{'about' if plan.until_resolved is None else 'at least'} {format_seconds(estimate.total)}"
     if budget is not None and estimate.total > budget.remaining:
         chosen.append(f"the budget of {format_duration(budget.seconds)} ends before that; the same command continues")
+    if not listed and plan.until_resolved is not None:
+        return [f"plan: {runs}{at_once}: more seeds follow until ± {plan.until_resolved:g}", *chosen]
     whole = "left" if done else "in all"
     return [f"plan: {runs}, {step} s/step{at_once}: {listed}; {total} {whole}", *chosen]
 
