@@ -1,22 +1,15 @@
 """Pages without plotly, and a run to give commands."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from heddle.cli.main import run_command
-from heddle.lab.pages import render
 from tests import small
+from tests.light_pages import light_pages
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _light_pages() -> Iterator[None]:
-    """Leaves plotly's five megabytes out of the pages that commands write; what a browser shows has its own tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(render, "plotly_script", lambda: "/* plotly */")
-        yield
+__all__ = ["light_pages"]
 
 
 @pytest.fixture(scope="session")

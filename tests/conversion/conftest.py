@@ -1,15 +1,5 @@
 """Pages without plotly."""
 
-from collections.abc import Iterator
+from tests.light_pages import light_pages
 
-import pytest
-
-from heddle.lab.pages import render
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _light_pages() -> Iterator[None]:
-    """Leaves plotly's five megabytes out of the pages that commands write; what a browser shows has its own tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(render, "plotly_script", lambda: "/* plotly */")
-        yield
+__all__ = ["light_pages"]
