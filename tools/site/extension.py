@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 from docutils import nodes
@@ -197,14 +198,25 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
             source[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {name}\n\n{listed}\n```\n"
 
 
+def _entries(app: Sphinx, folder: Path) -> Iterator[tuple[str, str]]:
+    """Name and link of what a folder holds: files, which are copied, pages, and folders that have a page."""
+    for each in sorted(folder.iterdir()):
+        if each.is_dir():
+            if any(each.relative_to(ROOT).match(pattern.rstrip("/")) for pattern in FOLDERS):
+                yield each.name, f"{each.name}/index.html"
+        elif each.suffix == ".md":
+            yield each.stem, f"{each.stem}.html"
+        else:
+            shutil.copyfile(each, app.outdir / each.relative_to(ROOT))
+            yield each.name, each.name
+
+
 def _folders(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each folder that pages link to, beside its files."""
     for folder in sorted({each for pattern in FOLDERS for each in ROOT.glob(pattern)}):
         path = folder.relative_to(ROOT).as_posix()
         (app.outdir / path).mkdir(parents=True, exist_ok=True)
-        files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix != ".md"]
-        copies = [shutil.copyfile(file, app.outdir / path / file.name).name for file in files]
-        listed = "".join(f'<li><a href="{name}">{name}</a></li>' for name in copies)
+        listed = "".join(f'<li><a href="{link}">{name}</a></li>' for name, link in _entries(app, folder))
         yield f"{path}/index", {"title": path, "body": f"<h1>{path}</h1><ul>{listed}</ul>"}, "page.html"
 
 
