@@ -36,11 +36,10 @@ LAYOUTS = {
 }
 HEAD = ("part", "oracle", "designs", "values", "gradients", "laws", "layouts", "state and FLOPs", "files")
 INTRODUCTION = f"""Errors are the largest in float64 over the random designs of the test that is named; one number for
-both is in both columns. A dash: the test asserts at most 1e-10 of values and 1e-9 of gradients, and reports no number.
-Laws: those that apply to the case of `tests/cases.py` and hold; `tests/model/test_options.py` asks for an effect of
-every field. State and FLOPs: those that the explorer's formulas give and that are measured for {TOKENS} tokens; "law"
-where there is no formula and `size_matches_model` holds. Files: those of `src` that name a kind, without families and
-the explorer."""
+both is in both columns. Laws: those that apply to the case of `tests/cases.py` and hold;
+`tests/model/test_options.py` asks for an effect of every field. State and FLOPs: those that the explorer's formulas
+give and that are measured for {TOKENS} tokens; "law" where there is no formula and `size_matches_model` holds. Files:
+those of `src` that name a kind, without families and the explorer."""
 
 
 class Row(NamedTuple):
@@ -62,11 +61,9 @@ LOOP = "plain loop of the paper"
 ROWS = (
     Row("indexer", "latent-indexer", "transformers: DeepSeek V3.2", "parity.test_indexer:compare", ("deepseek_v32",)),
     Row("indexer of blocks", "attention-indexer-blocks", "transformers: MiniMax M3",
-        "parity.test_indexer:test_blocks_are_those_of_minimax_m3"),
-    Row("pooled index keys", "latent-indexer-pool", "transformers: GLM 5",
-        "parity.test_indexer:test_gated_pools_are_those_of_glm"),
-    Row("pooled index keys, mean", "attention-indexer-pool", "transformers: Qwen4",
-        "parity.test_indexer:test_mean_pools_are_those_of_qwen4_exp"),
+        "parity.test_indexer:minimax_errors"),
+    Row("pooled index keys", "latent-indexer-pool", "transformers: GLM 5", "parity.test_indexer:glm_errors"),
+    Row("pooled index keys, mean", "attention-indexer-pool", "transformers: Qwen4", "parity.test_indexer:qwen4_errors"),
     Row("compressed attention", "compressed-index", LOOP, "parts.test_compressed_attention:largest_errors"),
     Row("native sparse attention", "nsa", LOOP, "parts.test_native_sparse_attention:largest_errors"),
     Row("shared keys and values", "attention-shared-keys", LOOP,
@@ -76,12 +73,12 @@ ROWS = (
     Row("attention residuals", "residual-attention-blocks", LOOP, "parts.test_attention_residuals:difference"),
     Row("attention residuals of Inkling 2", "residual-attention", "transformers: Inkling 2",
         "parity.test_inkling2:both", in_float64=True),
-    Row("multi-token prediction", "multi-token", LOOP,
-        "model.test_multi_token:test_modules_are_those_of_a_plain_loop"),
+    Row("multi-token prediction", "multi-token", LOOP, "model.test_multi_token:largest_errors"),
     Row("value embeddings", "attention-value-embedding", LOOP, "parts.test_value_embedding:largest_errors"),
     Row("per-layer embeddings", "per-layer-embedding", LOOP, "model.test_per_layer:largest_errors"),
     Row("n-gram memory", "ngram-memory", LOOP, "parts.test_ngram_memory:largest_errors"),
-    Row("delta rules", "delta-steps", LOOP, "parity.test_delta_options:largest_difference"),
+    Row("delta rules: β up to 2, bounded decay, steps, channel gates, preconditioned", "delta-steps", LOOP,
+        "parity.test_delta_options:largest_difference"),
     Row("RWKV-7", "rwkv7-own-widths", LOOP, "parts.test_rwkv7:test_values_and_gradients_are_those_of_a_plain_loop"),
     *(
         Row(f"hyper-connections of {family}", name, f"transformers: {family}", "parity.test_hyper_connections:both",
@@ -96,10 +93,19 @@ ROWS = (
     Row("alternating updates (AltUp)", "residual-altup", LOOP, "parts.test_altup:largest_errors", (True,)),
     Row("learned residuals of low rank (LAuReL)", "residual-laurel", LOOP, "parts.test_altup:largest_errors", (False,)),
     Row("xIELU", "mlp-xielu", "the formula", "parts.test_feedforwards:largest_errors"),
-    Row("looped depth", "shared-layer", "plain loop, and copies",
-        "model.test_shared_layers:test_visits_are_those_of_a_plain_loop_and_of_copies"),
+    Row("looped depth", "shared-layer", "plain loop, and copies", "model.test_shared_layers:largest_errors"),
     Row("short convolutions", "short-convolution", LOOP,
         "parts.test_short_convolution:test_convolutions_are_those_of_a_plain_loop"),
+    *(
+        Row(part, name, LOOP, "parts.test_attention:largest_errors", (option,))
+        for part, name, option in (
+            ("chunked attention", "attention-chunked", "chunked"),
+            ("log-n query scale", "attention-temperature-smooth", "temperature"),
+            ("relative logits", "attention-relative", "relative"),
+            ("values that are keys", "attention-values-are-keys", "k_eq_v"),
+        )
+    ),
+    Row("layers before the router", "moe-router-layers", "transformers: ZAYA1", "parity.test_experts:zaya_errors"),
     Row("experts by a hash", "moe-hash", LOOP, "parts.test_hash_routing:largest_errors"),
     Row("forgetting attention", "attention-forget", LOOP, "parts.test_forgetting_attention:largest_errors"),
     Row("PaTH attention, with and without gates", "path-forget", LOOP, "parts.test_path_attention:largest_errors",

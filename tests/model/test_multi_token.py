@@ -12,7 +12,7 @@ from heddle.model.load_config import load_config
 from heddle.model.multi_token import MultiTokenModule
 from heddle.parts.layout import Layout
 from tests.cases import by_day
-from tests.parts.loops import DecoderLoop, normalized
+from tests.parts.loops import DecoderLoop, Errors, assert_none, normalized
 from tests.random_layouts import random_layout
 
 DESIGNS = 48
@@ -66,8 +66,8 @@ def documents(layout: Layout) -> list[tuple[int, list[int]]]:
     return [(row, columns) for (row, _), columns in found.items()]
 
 
-@pytest.mark.parametrize("number", by_day(12, DESIGNS))
-def test_modules_are_those_of_a_plain_loop(number: int) -> None:
+def largest_errors(number: int) -> Errors:
+    """Of the modules' states, and of the gradients of hidden states, embeddings and the modules' weights."""
     draw = random.Random(number)
     config = load_config(random_design(draw))
     model, depth = model_under_test(config), config.multi_token.depth  # type: ignore[union-attr]
@@ -101,11 +101,16 @@ def test_modules_are_those_of_a_plain_loop(number: int) -> None:
         kept = torch.stack([got[place] for place in by_token])
         worst = max(worst, float((kept - wanted).detach().abs().max()))
         wanted_sum, got_sum = wanted_sum + (wanted @ probe).sin().sum(), got_sum + (kept @ probe).sin().sum()
-    assert worst <= 1e-10
     trained = [hidden, model.embed.weight, *model.multi_token.parameters()]
-    if got_sum.requires_grad:
-        found, expected = (
-            torch.autograd.grad(each, trained, allow_unused=True, materialize_grads=True, retain_graph=True)
-            for each in (got_sum, wanted_sum)
-        )
-        assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) <= 1e-9
+    if not got_sum.requires_grad:
+        return worst, 0.0
+    found, expected = (
+        torch.autograd.grad(each, trained, allow_unused=True, materialize_grads=True, retain_graph=True)
+        for each in (got_sum, wanted_sum)
+    )
+    return worst, max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("number", by_day(12, DESIGNS))
+def test_modules_are_those_of_a_plain_loop(number: int) -> None:
+    assert_none(largest_errors(number))

@@ -12,10 +12,27 @@ from heddle.config import parse_config
 from heddle.laws.harness import forward_no_grad, model_under_test, normal_tensor, random_tokens
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.parts.mixers.attention import LEAST_NORM, Attention, Growth, query_temperature, without_own_values
-from tests.cases import alone
-from tests.laws.planting import condition
-from tests.parts.loops import assert_none, errors
+from heddle.parts.build import BuildContext
+from heddle.parts.mixers.attention import (
+    LEAST_NORM,
+    Attention,
+    AttentionConfig,
+    Growth,
+    query_temperature,
+    without_own_values,
+)
+from heddle.parts.norms.rms import RMSConfig
+from tests.cases import alone, by_day
+from tests.laws.planting import Plant, calls, condition, reads
+from tests.parts.loops import (
+    Errors,
+    assert_none,
+    errors,
+    mixer_errors,
+    normalized,
+    rotated,
+    with_large_weights,
+)
 
 ALIBI = {"kind": "alibi"}
 
@@ -171,39 +188,114 @@ def test_a_growth_without_a_temperature_is_refused() -> None:
         model_of(temperature_growth="smooth")
 
 
-def clipped_loop(x: torch.Tensor, mixer: Attention) -> torch.Tensor:
-    """x [T, width]: chunks of 4, q, k and v within ±0.6, values times 0.7, norms without weights, token by token."""
-    bounds, outputs = 0.6, []
-    assert mixer.k is not None
-    assert mixer.v is not None
-    q, k, v = ((x @ each.weight.T).clamp(-bounds, bounds).view(len(x), -1, 6) for each in (mixer.q, mixer.k, mixer.v))
-    q, k = (each / (each.square().mean(-1, keepdim=True) + 1e-5).sqrt() for each in (q, k))
-    for token in range(len(x)):
-        seen = [other for other in range(token + 1) if other // 4 == token // 4]
+WIDTH, EPS = 10, 1e-5
+# Of options of this loop: the fields that make a design have it.
+OPTIONS: dict[str, Any] = {
+    "chunked": {"chunked": True},
+    "temperature": {"temperature_beta": 0.6},
+    "relative": {"relative_dim": 3},
+    "k_eq_v": {"k_eq_v": True},
+}
+
+
+def options_loop(x: torch.Tensor, mixer: Any) -> torch.Tensor:
+    """One document x [T, width] -> [T, width]: a head and a token at a time, without masks, groups and tables."""
+
+    def projected(name: str, token: int, heads: int) -> torch.Tensor:
+        y = mixer.get_submodule(name).weight @ x[token]
+        return (y if mixer.qkv_clip is None else y.clamp(-mixer.qkv_clip, mixer.qkv_clip)).view(heads, -1)
+
+    def turned(y: torch.Tensor, gain: Any, position: int) -> torch.Tensor:
+        y = normalized(y, 1.0 if gain.weight is None else gain.weight) if gain is not None else y
+        return y if mixer.position is None else rotated(y, position)
+
+    def value(token: int, group: int) -> torch.Tensor:
+        y = projected("k" if mixer.v is None else "v", token, mixer.kv_heads)[group]
+        y = normalized(y) if mixer.value_eps is not None else y
+        return y * (1.0 if mixer.value_multiplier is None else mixer.value_multiplier)
+
+    rows, n = [], mixer.temperature_length
+    for t in range(len(x)):
+        growth = {"stepwise": 1 + t // (n or 1), "stepwise_from_one": 1 + (t + 1) // (n or 1)}
+        lengths = growth.get(mixer.temperature_growth, max(1.0, (t + 1) / (n or 1)))
+        sharper = 1.0 if n is None else 1.0 + mixer.temperature_beta * math.log(lengths)
+        first = 0 if mixer.window is None else t // mixer.window * mixer.window
+        if not mixer.chunked:
+            first = 0 if mixer.window is None else max(0, t + 1 - mixer.window)
         heads = []
-        for head in range(4):
-            scores = torch.stack([q[token, head] @ k[other, head // 2] for other in seen]) / 6**0.5
-            heads.append(sum(w * 0.7 * v[o, head // 2] for w, o in zip(scores.softmax(0), seen, strict=True)))
-        outputs.append(mixer.out.weight @ torch.cat(heads))
-    return torch.stack(outputs)
+        for head in range(mixer.heads):
+            group = head // (mixer.heads // mixer.kv_heads)
+            q = sharper * turned(projected("q", t, mixer.heads)[head], mixer.q_norm, t)
+            scores = []
+            for s in range(first, t + 1):
+                k = turned(projected("k", s, mixer.kv_heads)[group], mixer.k_norm, s)
+                score = q @ k / math.sqrt(mixer.head_dim)
+                if mixer.relative is not None and t - s < len(mixer.relative_logits.weight):
+                    r = mixer.relative.weight.view(mixer.heads, -1, WIDTH)[head] @ x[t]
+                    score = score + sharper * (mixer.relative_logits.weight[t - s] @ r)
+                scores.append(score)
+            weights = torch.stack(scores).softmax(0)
+            heads.append(sum(w * value(first + i, group) for i, w in enumerate(weights)))
+        rows.append(mixer.out.weight @ torch.cat(heads))
+    return torch.stack(rows)
 
 
-CLIPPED: dict[str, Any] = {
-    "kv_heads": 2, "position": None, "window": 4, "chunked": True, "qkv_clip": 0.6, "value_scale": 0.7,
-    "qk_norm": "head", "qk_norm_weight": False,
+def random_fields(draw: random.Random) -> dict[str, Any]:
+    """Each option of the loop, or not."""
+    groups, norm, window = draw.choice((1, 2)), draw.choice((None, "head")), draw.choice((None, 2, 3, 4))
+    fields: dict[str, Any] = {
+        "heads": groups * draw.choice((1, 2)), "kv_heads": groups, "head_dim": draw.choice((2, 4)), "qk_norm": norm,
+        "qk_norm_weight": norm is None or draw.random() < 0.5, "window": window,
+        "qkv_clip": draw.choice((None, 0.9)), "value_norm": draw.random() < 0.5,
+        "value_scale": draw.choice((None, 0.7)), "position": draw.choice((None, {"kind": "rope"})),
+        "k_eq_v": draw.random() < 0.3, "chunked": window is not None and draw.random() < 0.5,
+    }  # fmt: skip
+    if draw.random() < 0.5:
+        growth = draw.choice(("stepwise", "stepwise_from_one", "smooth"))
+        fields |= {"temperature_beta": 0.6, "temperature_length": draw.randint(1, 3), "temperature_growth": growth}
+    if draw.random() < 0.5:
+        fields |= {"relative_dim": draw.randint(1, 3), "relative_extent": draw.randint(1, 5)}
+    return fields
+
+
+def built(option: str, draw: random.Random) -> Attention:
+    """A random mixer in float64 with large parameters, and this option."""
+    while True:
+        fields = random_fields(draw)
+        if OPTIONS[option].keys() <= {name for name, value in fields.items() if value}:
+            config = parse_config(AttentionConfig, fields)
+            return with_large_weights(config.build(BuildContext(WIDTH, RMSConfig(eps=EPS))), draw)
+
+
+def largest_errors(option: str, seed: int) -> Errors:
+    """Of the outputs, with and without a state, and of the gradients, for two packed documents."""
+    draw = random.Random(seed)
+    return mixer_errors(built(option, draw), options_loop, WIDTH, [draw.randint(2, 5), draw.randint(3, 7)], draw)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("seed", by_day(10, 40))
+def test_options_are_those_of_a_plain_loop(seed: int, option: str) -> None:
+    assert_none(largest_errors(option, seed))
+
+
+BUGS: dict[str, tuple[str, Plant]] = {
+    "a window, no chunks": ("chunked", calls(Attention._attend, "in_chunks", lambda _layout, mask, _width: mask)),
+    "queries that are not sharper": ("temperature", calls(Attention.forward, "_temperatures", lambda *_: 1.0)),
+    "relative logits that are not sharper": (
+        "temperature", calls(Attention._token_bias, "_temperatures", lambda *_: 1.0)
+    ),
+    "values in another order": (
+        "k_eq_v", reads(Attention.forward, "unconvolved_keys", lambda keys: [keys[0].flip(-1)])
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("without", [None, "chunked", "qkv_clip", "value_scale"])
-def test_chunks_bounds_and_factors_are_those_of_a_plain_loop(without: str | None) -> None:
-    fields = {name: value for name, value in CLIPPED.items() if name != without}
-    mixer = model_of(**fields).layers[0].mixer
-    assert isinstance(mixer, Attention)
-    x = normal_tensor((11, 24), torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        actual = mixer(x[None], heddle.Layout.causal(1, 11))[0][0]
-        apart = float((actual - clipped_loop(x, mixer)).abs().max())
-    assert apart < 1e-12 if without is None else apart > 1e-2
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_loop_sees(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    option, plant = BUGS[bug]
+    plant(monkeypatch)
+    assert max(largest_errors(option, seed)[0] for seed in range(6)) > 1e-3
 
 
 LAYOUTS = {
