@@ -65,6 +65,7 @@ from tests.exchange.hf_models import config_of  # noqa: E402
 from tools import family_facts, published_designs, published_facts, rank_laws  # noqa: E402
 from tools.markdown import joined, prose, table  # noqa: E402
 from tools.part_facts import COSTED, COSTS  # noqa: E402
+from tools.part_pictures import CELLS, PANELS  # noqa: E402
 
 SLOTS = ("mixers", "positions", "scalings", "norms", "feedforwards", "residuals")
 MODEL = (
@@ -141,7 +142,9 @@ def pages() -> dict[Path, str]:
     contents_of[folder / "model.md"] = joined("# The model", WRITTEN, *model_blocks())
     for slot in SLOTS:
         blocks = [*shared_blocks(slot), *(block for kind in own_kinds(slot) for block in kind_blocks(slot, kind))]
-        contents_of[folder / f"{slot}.md"] = joined(f"# {slot.capitalize()}", WRITTEN, prose(slot_doc(slot)), *blocks)
+        contents_of[folder / f"{slot}.md"] = joined(
+            f"# {slot.capitalize()}", WRITTEN, prose(slot_doc(slot)), CELLS.get(slot, ""), *blocks
+        )
     contents_of[ROOT / "docs/huggingface/families.md"] = family_facts.page(WRITTEN)
     plan = ROOT / "docs/plan/accuracy.md"
     text = plan.read_text(encoding="utf-8")
@@ -230,7 +233,8 @@ def model_blocks() -> Iterator[str]:
     yield f"A design that is read from a file or a dict may leave out the defaults {defaults}."
     for name in MODEL:
         cls = getattr(model_config, name)
-        yield from (f"## {name}", prose(cls.__doc__), fields(cls, cls.model_fields))
+        drawn = picture(f"model-{name}")
+        yield from (f"## {name}", prose(cls.__doc__), drawn and CELLS["model"], drawn, fields(cls, cls.model_fields))
     cls = ShortConvolutionConfig
     yield from ("## ShortConvolutionConfig", prose(cls.__doc__), fields(cls, cls.model_fields))
     yield from ("## IndexerConfig", prose(indexer.__doc__), prose(indexer.IndexerConfig.__doc__))
@@ -291,6 +295,7 @@ def kind_blocks(slot: str, kind: str) -> Iterator[str]:
     cls = kind_class(slot, kind)
     yield f"## {kind}"
     yield prose(sys.modules[cls.__module__].__doc__)
+    yield picture(f"{slot}-{kind}")
     if cls.aliases:
         yield f"Designs may also name it {' or '.join(f'`{alias}`' for alias in cls.aliases)}."
     yield re.sub(NOTHING_NEW, "", prose(cls.__doc__)).strip()
@@ -300,6 +305,14 @@ def kind_blocks(slot: str, kind: str) -> Iterator[str]:
     yield f"Parameters: {', '.join(short_names(names))}." if names else "No parameters."
     if slot in COSTED:
         yield COSTED[slot](kind, covering)
+
+
+def picture(name: str) -> str:
+    """What the part reads, drawn by tools/part_pictures.py; nothing for parts without a picture."""
+    if name not in PANELS:
+        return ""
+    labels = ", ".join(panel.label for panel in PANELS[name])
+    return f"![What {name.partition('-')[2]} reads: {labels}](../images/parts/{name}.svg)"
 
 
 def short_names(names: Sequence[str]) -> Iterator[str]:
