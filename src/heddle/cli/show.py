@@ -105,7 +105,7 @@ def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
     table.add_column("layers", justify="right")
     table.add_column("mixer and feed-forward", overflow="fold")
     length, rows = facts["contexts"][0]["context_length"], facts["batch_size"]
-    for name in ("parameters of each", f"state of each at {length:,}{f', batch {rows}' * (rows > 1)}"):
+    for name in ("parameters of each", f"state of each at {length:,}{f', batch {rows}' * (rows > 1)}, {facts['dtype']}"):
         table.add_column(name, justify="right")
     for stack in ("encoder", "layers", "multi_token"):
         block, times = _repeated(facts[stack])
@@ -158,7 +158,7 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     weights, longest = facts["weight_bytes"], facts["contexts"][-1]
     total = format_amount(weights + longest["state_bytes"], "bytes")
     both = f"; with the state at {longest['context_length']:,}: {total}" if longest["state_bytes"] else ""
-    console.print(f"weights: {format_amount(weights, 'bytes')}{both}")
+    console.print(f"weights in {facts['dtype']}: {format_amount(weights, 'bytes')}{both}")
 
 
 def _print_engines(console: "Console", facts: dict[str, Any]) -> None:

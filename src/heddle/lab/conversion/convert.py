@@ -47,7 +47,7 @@ from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import RowProtocol
 from heddle.data.sources import check_sources, describe_files
 from heddle.errors import CheckpointError, ConfigError, DataError
-from heddle.exchange.export import LENGTH_FIELDS
+from heddle.exchange.imported_checkpoint import LENGTH_FIELDS
 from heddle.lab.compare.budget import TimeBudget, kernel_seconds
 from heddle.lab.compare.results import plain
 from heddle.lab.conversion.budget import (
