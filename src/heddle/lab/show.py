@@ -181,6 +181,7 @@ def measure(
         "parameters": first.parameters,
         "active_parameters": first.active_parameters,
         "embedding_parameters": first.embedding_parameters,
+        "around_layers": _around_layers(config),
         "weight_bytes": first.parameters * dtype.itemsize,
         "encoder": [vars(layer) for layer in first.encoder],
         "layers": [vars(layer) for layer in first.layers],
@@ -208,6 +209,20 @@ def measure(
         "device": device,
         "kernels": kernels,
     }
+
+
+def _around_layers(config: "ModelConfig") -> dict[str, str]:
+    """The parts beside the layers as phrases of what is not at its default."""
+    from heddle.model.config import describe
+
+    parts = {
+        "residual": config.residual,
+        "norm": config.norm,
+        "embedding": config.embedding,
+        "head": config.head.replace(tied=True),
+    }
+    phrases = {name: describe(part, with_defaults=False) for name, part in parts.items()}
+    return {name: phrase for name, phrase in phrases.items() if phrase}
 
 
 def kernels_by_phase(

@@ -490,7 +490,9 @@ def _replace_kind(node: dict[str, Any], base: type[Part], kind: str, width: Any)
     node |= {"kind": kind, **fields}
     config = _build_or_none(base, node, width)
     implied = set() if config is None else config.model_fields_set
-    chosen |= {name: getattr(config, name) for name in sorted(implied - fields.keys()) if _is_free(new, kind, fields, name)}
+    chosen |= {
+        name: getattr(config, name) for name in sorted(implied - fields.keys()) if _is_free(new, kind, fields, name)
+    }
     kept = {
         name: deepcopy(fields[name])
         for name in carried

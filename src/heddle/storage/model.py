@@ -147,7 +147,10 @@ def read_config(contents: FolderContents) -> dict[str, Any]:
     config = _parse_document(contents, CONFIG_FILE)
     if "model_type" in config:
         folder = contents.folder
-        raise CheckpointError(f"{folder}: is a transformers folder; first `heddle import {folder} NAME`, then give it")
+        raise CheckpointError(
+            f"{folder}: is a transformers folder; first `heddle import {folder} NAME`, then give it; or in Python "
+            "heddle.exchange.transformers.load"
+        )
     return config
 
 
