@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from heddle.lab.search.goals import Goal
     from heddle.lab.search.search import Search
 
+BUDGET_CONTEXT = 8192  # tokens, for which it is said what a budget leaves of the state
 SEARCH_FOLDER = "search"  # in the work folder
 BATCH_FLOPS = 2e11  # of the rows that a CPU reads at a time: a few seconds
 MOST_TOKENS_A_SECOND = 10_000  # an upper bound, since the text is encoded before a budget chooses the steps
@@ -192,6 +193,17 @@ def _warn_of_state(design: ModelConfig, converted: ModelConfig) -> None:
     before, after = (each.state_bytes - each.position_table_bytes for each in sizes)
     if after > before:
         print_warning(f"the state grows to {after / before:.1f} times the original's")
+
+
+def _say_share_of_state(rewrites: Sequence[Rewrite], design: ModelConfig, converted: ModelConfig) -> None:
+    """Print what a budget per token leaves of the whole state: windows and other layers do not grow with the text."""
+    if all(getattr(rewrite, "state_budget", None) is None for rewrite in rewrites):
+        return
+    context = design.usual_length(BUDGET_CONTEXT)
+    sizes = (size(each, context) for each in (design, converted))
+    before, after = (each.state_bytes - each.position_table_bytes for each in sizes)
+    share = f"at {context:,} tokens {after / before:.0%} of the whole state remains"
+    print_status(f"state_budget is a share of the state per token of the converted layers; {share}")
 
 
 class _ConversionJob:
@@ -377,6 +389,8 @@ class _ConversionJob:
     def costs(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The costs of every conversion, before and after."""
         plans = {each.name: Conversion(self.source, each.rewrites, self.text).plan().design for each in self.variants}
+        for variant in self.variants:
+            _say_share_of_state(variant.rewrites, self.design, plans[variant.name])
         limit = next(
             (n for name in LENGTH_FIELDS if (n := self.source.imported_config.get(name)) is not None), math.inf
         )
@@ -414,6 +428,7 @@ class _ConversionJob:
                 raise CheckpointError(f"{out}: exists already: this conversion is finished; {AGAIN}")
             if not is_written:
                 write(conversion, out)
+                _say_share_of_state(conversion.rewrites, self.design, open_source(out).weights.design)
             others = write_baselines(baselines, write, partial_folder(out) / BASELINES_FOLDER)
             if report is not None:
                 results = report_conversion(conversion, out, report, others)
