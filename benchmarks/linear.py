@@ -4,6 +4,7 @@ One layer without its projections, 8 heads of width 64, float32: feature maps, s
 fused causal kernel in the same process. A decoding step is that of a whole mixer with a state, projections included.
 """
 
+import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,7 @@ def run(short: int = SHORT, long: int = LONG) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=QUESTION).parse_args()
     rows = run()
     show(rows)
     write("benchmarks.linear", QUESTION, rows)

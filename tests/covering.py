@@ -4,6 +4,7 @@ python -m tests.covering      writes tests/goldens/refused_pairs.txt: the pairs 
                               and tests/goldens/designs.jsonl: a few designs that have nearly every option of the cases
 """
 
+import argparse
 import json
 import random
 from collections import Counter
@@ -393,6 +394,7 @@ def refused_lines() -> list[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text("".join(f"{line}\n" for line in refused_lines()), encoding="utf-8")
     print(f"{GOLDEN.name}: {len(covering().refused)} pairs are refused")

@@ -4,6 +4,7 @@ Draws are compared bit for bit: they are the same on every machine. Outputs in f
 compared within rounding, because matrix products differ.
 """
 
+import argparse
 import hashlib
 import json
 import tempfile
@@ -74,5 +75,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     main()

@@ -9,10 +9,10 @@ each design; two layouts made from tensors; and that each refusal on the way to 
 5 seconds of one core.
 """
 
+import argparse
 import json
 import random
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -286,7 +286,9 @@ def write_counts(count: int) -> None:
 
 
 if __name__ == "__main__":
-    count, *share = map(int, sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", metavar="N", nargs="+", type=int)
+    count, *share = parser.parse_args().numbers
     if share:
         run_share(count, *share)
     else:

@@ -3,12 +3,13 @@
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from heddle.errors import ConfigError, is_out_of_memory, nondeterministic_operation
-from heddle.runtime import Choices, hardware, resolve_device, set_up_runtime, versions
+from heddle.runtime import Choices, Runtime, hardware, resolve_device, set_up_runtime, versions
 from tests.conftest import reset_globals
 
 
@@ -17,6 +18,14 @@ def test_threads_are_set_and_reported() -> None:
     assert set_up_runtime("cpu").describe().keys() == {
         "device", "threads", "matmul", "keeps_memory", "deterministic", "choices", "cpu", "cores", "memory_bytes", "gpu"
     }  # fmt: skip
+
+
+def test_the_kernels_of_workers_are_described_as_theirs() -> None:
+    own = Runtime("cpu", 2, "highest", False, worker_choices={1: Choices(matmul="medium")})
+    assert [own.describe()["matmul"], own.describe_workers(2)["matmul"]] == ["highest", "highest"]
+    described = own.describe_workers(1)
+    assert (described["matmul"], described["choices"]["matmul"]) == ("medium", "medium")
+    assert replace(own, device="cuda:0", matmul="high").describe_workers(1)["matmul"] == "high"
 
 
 @pytest.mark.parametrize("threads", [0, -3])

@@ -1,5 +1,6 @@
 """Count the imports between the folders of the package: `python tools/arrows.py` prints each arrow and its count."""
 
+import argparse
 import ast
 import sys
 from collections import Counter
@@ -36,4 +37,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

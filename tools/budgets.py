@@ -5,9 +5,9 @@ letter or a digit (no bars of tables), without the log and the decisions, which 
 and held by no test: a number that a test holds is met by cutting files where they end.
 """
 
+import argparse
 import ast
 import io
-import sys
 import tokenize
 from collections.abc import Iterable
 from pathlib import Path
@@ -66,7 +66,9 @@ def measure(checkout: Path) -> dict[str, str]:
 
 def main() -> None:
     """Print the table."""
-    checkouts = list(map(Path, sys.argv[1:])) or [Path(__file__).resolve().parent.parent]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", metavar="CHECKOUT", nargs="*", type=Path)
+    checkouts = parser.parse_args().checkouts or [Path(__file__).resolve().parent.parent]
     columns = [measure(checkout) for checkout in checkouts]
     print(f"{'':16}{'budget':>10}" + "".join(f"{checkout.resolve().name:>14}" for checkout in checkouts))
     for row, budget in BUDGETS.items():

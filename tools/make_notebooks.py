@@ -5,6 +5,7 @@
 The Python files are the source: they are read, linted and run as they are. The .ipynb files are for Jupyter and Colab.
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -35,5 +36,6 @@ def notebook(source: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for file in sorted(FOLDER.glob("*.py")):
         file.with_suffix(".ipynb").write_text(notebook(file.read_text(encoding="utf-8")), encoding="utf-8")

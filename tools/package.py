@@ -6,6 +6,7 @@ The wheel is built from the sdist, so that nothing outside it is needed. It must
 other; the commands run from it in a folder without the repository.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -103,4 +104,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

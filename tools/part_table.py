@@ -3,6 +3,7 @@
 python -m tools.part_table [NAME ...]      takes minutes; names: only these cases, printed
 """
 
+import argparse
 import importlib
 import inspect
 import re
@@ -249,7 +250,9 @@ def rows(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    names = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", metavar="NAME", nargs="*")
+    names = parser.parse_args().names
     text = table(HEAD, list(rows(names)))
     if names:
         print(text)

@@ -5,8 +5,8 @@
 RUN: of local_global-tiny on Python's standard library; without it the picture of inspect stays. Needs chromium.
 """
 
+import argparse
 import shutil
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -42,7 +42,7 @@ def draw(browser: Browser, file: Path, name: str, height: int, tab: str = "", da
     page.close()
 
 
-def main() -> None:
+def main(run: str | None) -> None:
     """Draw them all."""
     with TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
@@ -50,10 +50,12 @@ def main() -> None:
         assert run_command(["explore", "--out", str(file)]) == 0
         draw(browser, file, "explore.png", 1800, tab="tab-mixers")
         draw(browser, file, "explore-experts.png", 1330, tab="tab-feedforwards", dark=True)
-        for run in sys.argv[1:2]:
+        if run is not None:
             assert run_command(["inspect", run, "--text", TEXT, "--out", str(file)]) == 0
             draw(browser, file, "inspect.png", 960)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", nargs="?")
+    main(parser.parse_args().run)

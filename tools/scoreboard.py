@@ -6,8 +6,8 @@
 Results are lines of evidence/results/conformance.jsonl: an engine on a model, with versions and the date.
 """
 
+import argparse
 import json
-import sys
 import tempfile
 from collections import defaultdict
 from contextlib import suppress
@@ -123,10 +123,9 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    action, *arguments = sys.argv[1:] or [""]
-    if action == "run":
-        run([name for name in arguments if name != "--all"], "--all" in arguments)
-    elif action == "write":
-        write()
-    else:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("run", "write"))
+    parser.add_argument("names", metavar="NAME", nargs="*")
+    parser.add_argument("--all", action="store_true")
+    asked = parser.parse_args()
+    run(asked.names, asked.all) if asked.action == "run" else write()

@@ -5,6 +5,7 @@
 RUN is a run of `heddle train` of a design that llama.cpp runs. The page is not written if the texts differ.
 """
 
+import argparse
 import sys
 import tempfile
 import textwrap
@@ -116,6 +117,6 @@ def page(result: Transcript) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("python tools/transcript.py RUN")
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", type=Path)
+    main(parser.parse_args().run)

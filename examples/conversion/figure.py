@@ -3,8 +3,8 @@
 python examples/conversion/figure.py figure.html
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -63,15 +63,17 @@ def chart(rows: Iterable[dict[str, Any]], design: str) -> Figure:
     return line_figure(stretched(series, LINEAR), x_axis, y_axis, dotted)
 
 
-def main() -> None:
+def main(file: Path) -> None:
     """Write the page."""
     rows = json.loads((HERE / "results.json").read_text(encoding="utf-8"))
     titles = {"llama16": "Llama’s shape", "qwen16": "Qwen3’s shape: query-key norms"}
     template = environment().from_string((HERE / "figure.html").read_text(encoding="utf-8"))
     figures = {design: chart(rows, design) for design in DESIGNS}
     page = template.render(titles=titles, figures=figures, plotly=plotly_script(), title="Smaller caches")
-    Path(sys.argv[1]).write_text(page, encoding="utf-8")
+    file.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", metavar="FILE", type=Path)
+    main(parser.parse_args().file)

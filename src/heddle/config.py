@@ -7,6 +7,7 @@ so looking one up imports every kind of the slot.
 
 import importlib
 import importlib.util
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -366,7 +367,17 @@ def _explain(cls: type[Config], fields: dict[str, Any], error: ValidationError) 
     if any(isinstance(tag, str) for tag in rest):  # pydantic reports one error for each member of a union
         reasons = [details["msg"] for details in errors if details["loc"][0] == field]
     allowed_values = " or ".join(reason.removeprefix("Input should be ") for reason in reasons)
-    return DesignError(path, f"should be {allowed_values}, got {describe_value(value)}")
+    number = _whole_numbers(value) if "integer" in allowed_values else ""
+    return DesignError(path, f"should be {allowed_values}, got {describe_value(value)}{number}")
+
+
+def _whole_numbers(value: Any) -> str:
+    """The numbers to write for a text such as 32k: a count, or a length, whose k is 1,024."""
+    match = re.fullmatch(r"([0-9]{1,9})([km])", value.lower()) if isinstance(value, str) else None
+    if match is None:
+        return ""
+    count, power = int(match[1]), "km".index(match[2]) + 1
+    return f"; write the number out: {count * 1000**power}, or {count * 1024**power} where k is 1,024"
 
 
 def _unknown(what: str, value: Any, choices: list[str], nested: str | None = None) -> str:

@@ -93,6 +93,14 @@ class Runtime:
             del settings["worker_choices"]
         return settings | hardware()
 
+    def describe_workers(self, threads: int | None) -> dict[str, Any]:
+        """As `describe`, with the kernels of the workers: on a CPU theirs are not this process's."""
+        described = self.describe()
+        if kind_of_device(self.device) != "cpu":
+            return described
+        choices = self.choices_of_worker(threads)
+        return described | {"choices": choices, "matmul": choices["matmul"]}
+
     def choices_of_worker(self, threads: int | None) -> dict[str, Any]:
         """The choices for a worker with this many threads (None: as many as this process), as plain data."""
         return self.worker_choices.get(threads or self.threads, DEFAULT_CHOICES).dump()

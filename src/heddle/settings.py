@@ -18,7 +18,7 @@ from heddle.errors import ConfigError, choices_hint
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 MAX_LENGTH = 60  # characters of a value in an error message
 _BOOLS = {"true": True, "false": False}
-_WANTED = {int: "a whole number", float: "a number"}
+_WANTED = {int: "a whole number, such as 2000 or 2k", float: "a number"}
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ class Setting:
         try:
             return self.type(text)
         except ValueError:
+            if self.type is int and text[-1:].lower() in UNITS and (count := _number(text)).is_integer():
+                return int(count)  # as in --tokens, 10k is 10,000
             raise ConfigError(f"{self.label} {shorten(text)}: must be {_WANTED[self.type]}") from None
 
 

@@ -6,6 +6,7 @@ A training step is forward, loss and backward, compiled with `fullgraph=True`. E
 decoding step reads a token of each row with a pinned state and chooses the next one.
 """
 
+import argparse
 import json
 import re
 from collections.abc import Callable
@@ -196,4 +197,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

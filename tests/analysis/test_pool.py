@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from heddle.errors import HeddleError, MachineError
+from heddle.lab import workers
 from heddle.lab.compare.tasks import NO_EXTRAPOLATION
 from heddle.lab.compare.worker import perform_task
 from heddle.lab.workers import Result, Task, Workers, run_tasks
 from heddle.signals import Interrupted
+from heddle.storage.file_io import write_json_file
 from heddle.training.settings import Settings
 from tests import small
-from tests.analysis.scripted_workers import Scripts, ok, scripts, task
+from tests.analysis.scripted_workers import Scripted, Scripts, ok, scripts, task
 from tools.kill_test import done
 
 __all__ = ["scripts"]  # a fixture
@@ -112,6 +114,35 @@ def test_what_stops_all_ends_the_others_politely(
         run_tasks([task(tmp_path, "a"), task(tmp_path, "b")], on_cpu(2))
     assert scripts.started["a"].signals == [signal.SIGTERM]
     assert list(tmp_path.iterdir()) == []
+
+
+class Finishing(Scripted):
+    """A worker that is done when a signal arrives, and writes its result."""
+
+    def send_signal(self, sig: int) -> None:
+        super().send_signal(sig)
+        write_json_file(self.target, ok(7))
+
+
+def test_what_is_done_when_the_others_are_stopped_counts(
+    tmp_path: Path, scripts: Scripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report that leaves it out names one run more as missing than there is."""
+    ended: list[tuple[str, Result]] = []
+    started = {"a": Finishing, "b": Scripted}
+    monkeypatch.setattr(workers, "start_worker", lambda request, target: started[target.stem](10**9, target, None))
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        run_tasks(
+            [task(tmp_path, "a"), task(tmp_path, "b")],
+            on_cpu(2),
+            lambda task, result: ended.append((task.label, result)),
+            while_waiting=interrupt,
+        )
+    assert ended == [("a", ok(7))]
 
 
 def test_an_optional_task_stops_only_itself(tmp_path: Path, scripts: Scripts) -> None:

@@ -2,9 +2,9 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from heddle.conversion.heal import calibration_from_corpus, convert_and_heal
 from heddle.conversion.targets import conversion_variants
 from heddle.conversion.weights import Weights
 from heddle.data.corpus import Corpus, prepare_corpus
+from heddle.data.token_file import TokenFile
 from heddle.errors import ConfigError, DataError
 from heddle.lab.compare import speed as speed_module
 from heddle.lab.compare.speed import time_training_steps
@@ -653,6 +654,57 @@ def test_bad_requests_are_one_sentence_before_anything_is_read(
     assert sentence in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_options_alone_are_refused_before_the_library_is_imported(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert_module, "convert", lambda settings: pytest.fail("the conversion begins"))
+    words = ["convert", f"{workspace}/run", str(tmp_path / "out"), *FEWER]
+    for options, said in (
+        (["--report-tokens", "1000"], "--report-tokens 1000: is under 4 sequences"),
+        (["--heal", "1000", "--report-tokens", "64"], "; and --heal 1000: is less than one step of 2,048 tokens"),
+        (["--heal-lr", "0.1"], "--heal-lr 0.1:"),
+    ):
+        assert run_command([*words, *options]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_report_without_a_text_is_refused_before_anything_is_converted(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus_of = convert_module._corpus
+
+    def without_held_out(*arguments: Any) -> Corpus:
+        return replace(corpus_of(*arguments), validation=cast(TokenFile, [0]))
+
+    monkeypatch.setattr(convert_module, "_corpus", without_held_out)
+    monkeypatch.setattr(convert_module, "convert_model", lambda *arguments: pytest.fail("it is converted"))
+    assert run_command(command(workspace, tmp_path / "out", *FEWER)) == 2
+    assert "held-out text" in capsys.readouterr().err
+
+
+def test_a_window_that_chooses_layers_needs_few_tokens(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is fitted: layers are compared."""
+    few = ["--calibration-tokens", "32", "--report-tokens", "0"]
+    assert run_command(command(workspace, tmp_path / "out", "--to", "window=4,keep=1", *few)) == 0
+    assert run_command(command(workspace, tmp_path / "heads", "--to", "kv_heads,state_budget=50%", *few)) == 2
+    assert "--calibration-tokens 32: is too few to fit" in capsys.readouterr().err
+
+
+def test_a_budget_says_what_remains_of_the_whole_state(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", f"{workspace}/run", "--to", "kv_heads,state_budget=50%", "--dry-run", "--device", "cpu"]
+    words += ["--data", f"{workspace}/text", "--calibration-tokens", "256", "--sequence-length", "16"]
+    assert run_command(words) == 0
+    said = re.search(r"at 8,192 tokens (\d+)% of the whole state remains", capsys.readouterr().err)
+    assert said is not None
+    assert 25 <= int(said[1]) <= 50
+    assert run_command([*words[:3], "kv_heads=2", *words[4:]]) == 0
+    assert "state_budget" not in capsys.readouterr().err
 
 
 def test_a_window_that_no_sequence_of_the_report_fills_is_said(

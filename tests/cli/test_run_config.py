@@ -111,3 +111,30 @@ def test_numbers_of_tokens_have_units(text: str, count: int, capsys: pytest.Capt
 def test_a_number_of_tokens_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["train", "preset:gqa-tiny", "--tokens", text, "--print-config"]) == 2
     assert f"--tokens {text}:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "count"), [("2k", 2000), ("1.5M", 1_500_000), ("7", 7)])
+def test_other_whole_numbers_have_the_same_units(text: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["train", "preset:gqa-tiny", "--steps", text, "--print-config"]) == 0
+    assert f"\nsteps: {count}\n" in capsys.readouterr().out
+    assert run_command(["train", "preset:gqa-tiny", "--steps", "1.5", "--print-config"]) == 2
+    assert run_command(["train", "preset:gqa-tiny", "--steps", "k", "--print-config"]) == 2
+
+
+def test_a_printed_config_works_in_another_folder(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.design_file(tmp_path / "mine.yaml")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "mine.yaml", "--data", "texts@2", "--data", "stdlib", "--steps", "1", "--print-config"]
+    assert run_command(words) == 0
+    (tmp_path / "other" / "run.yaml").write_text(printed := capsys.readouterr().out, encoding="utf-8")
+    options = yaml.safe_load(printed)
+    assert options["design"] == f"{tmp_path}/mine.yaml"
+    assert options["data"] == [f"{tmp_path}/texts@2", "stdlib"]
+    assert options["out"] == "runs/train", "what is written goes where the command runs"
+    monkeypatch.chdir(tmp_path / "other")
+    words = ["train", "--config", "run.yaml", "--batch-size", "2", "--sequence-length", "16", "--quiet"]
+    assert run_command([*words, "--vocab-size", "300", "--threads", "1", "--data", options["data"][0]]) == 0
+    assert (tmp_path / "other" / "runs" / "train").is_dir()

@@ -1,5 +1,6 @@
 """What the scripts of clients share: folders of small exported models, and how a script runs."""
 
+import argparse
 import importlib.metadata
 import os
 import sys
@@ -71,6 +72,7 @@ def folder_of(
 
 def run_client(main: Callable[[Path], str], *packages: str) -> None:
     """Run a script in a folder of its own, and print the versions of its packages and what it says."""
+    argparse.ArgumentParser(description=sys.modules["__main__"].__doc__).parse_args()
     with tempfile.TemporaryDirectory(prefix="heddle-client-") as folder:
         said = main(Path(folder))
     versions = " ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)

@@ -157,6 +157,7 @@ def test_a_branch_that_writes_nothing_is_removed_without_loss(branch: str, resid
         ("hidden=4", {"layers": [{"mixer": GQA}]}, "feedforward:"),
         ("keep_experts=2", {}, "feedforward:.*more than 2 experts"),
         ("layers.1.keep_experts=2", {}, r"layers\.1\.feedforward:"),
+        ("keep_experts=1", {"layers": [{"mixer": GQA, "feedforward": MIXTURE}]}, r"^layers\.0\.feedforward\.top_k: "),
         ("remove=mixer", {"layers": [{"mixer": GQA}]}, "layers: have one branch"),
         ("layers.0.remove=mixer", {"layers": [{"mixer": GQA}]}, r"layers\.0: has one branch"),
         ("remove=mixer", {"residual": {"kind": "hyper_connections", "streams": 2}}, "residual:"),

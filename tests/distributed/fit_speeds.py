@@ -3,6 +3,7 @@
 python -m tests.distributed.fit_speeds      prints the constants of heddle.lab.plan.costs
 """
 
+import argparse
 from dataclasses import replace
 
 import numpy as np
@@ -79,5 +80,6 @@ def fit(rows: list[Row]) -> tuple[float, ...]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     fitted = fit(mpt_runs()[::2])
     print("AMPERE", speeds_in(fitted, "a100"), "\nHOPPER", speeds_in(fitted, "h100"), "\nFP8_PRODUCTS", fitted[8])

@@ -8,6 +8,7 @@ import zlib
 import torch
 
 import heddle
+from heddle.model.config import describe
 from heddle.notebook import gray_image, html_table
 from tests import small
 
@@ -78,3 +79,36 @@ def test_many_heads_and_long_texts_stay_small() -> None:
 def test_texts_are_escaped() -> None:
     assert 'alt="&lt;b&gt;"' in gray_image([b"\0"], "<b>")
     assert cells(html_table(("x",), [(True,), ("<i>",)])) == ["True", "&lt;i&gt;"]
+
+
+def test_a_phrase_has_what_is_off_against_its_default() -> None:
+    mixer = {"kind": "attention", "heads": 4, "causal": False, "position": {"kind": "rope", "base": 50.0}}
+    config = heddle.load_config({
+        "vocab_size": 50, "width": 24, "norm": {"kind": "rms", "cast": "after"}, "layers": [
+            {"mixer": mixer | {"value_embedding": {"table": 0}, "short_convolution": {"of": ["q"], "conv_kernel": 2}}},
+            {"mixer": mixer | {"value_embedding": {"shared": True, "table": 0}}},
+        ],
+    })  # fmt: skip
+    layer = config.layers[0]
+    assert layer.mixer is not None
+    phrase = describe(layer.mixer)
+    for shown in ("causal=false", "table=0", "position=(rope base=50.0)", "(q conv_kernel=2)"):
+        assert shown in phrase
+    assert describe(config.norm, with_defaults=False) == "rms cast=after"
+    assert "bias" not in phrase
+    frequencies = heddle.load_config(
+        {"vocab_size": 50, "width": 256, "layers": [
+            {"mixer": {"kind": "attention", "heads": 1, "position": {"kind": "rope", "inv_freq": [0.5] * 128}}}
+        ]}
+    )  # fmt: skip
+    assert frequencies.layers[0].mixer is not None
+    assert len(describe(frequencies.layers[0].mixer)) < 150
+
+
+def test_show_has_the_parts_beside_the_layers() -> None:
+    shown = heddle.show(
+        "preset:gqa-tiny", ["head.softcap=30", "embedding.scale=true", "residual=post_norm"], context_length=[8]
+    )
+    assert shown.facts["around_layers"]["head"] == "softcap=30.0"
+    assert shown.facts["around_layers"]["embedding"] == "scale"
+    assert shown.facts["around_layers"]["residual"].startswith("post_norm")

@@ -166,7 +166,7 @@ def test_every_position_can_come_in_the_place_of_every_other() -> None:
 def test_what_is_chosen_is_said_and_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
     latent = "layers.*.mixer.kind=latent_attention"
     chosen = load_config("preset:gqa-tiny", [latent]).dump()["layers"][0]["mixer"]
-    dropped = "; kv_heads 2 dropped, as latent_attention has no such field\n"
+    dropped = "; kv_heads 2 dropped, as latent_attention has no such field; position rope kept\n"
     said = "latent_attention: kv_rank 64, nope_dim 32, rope_dim 16 chosen; set them to change"
     assert capsys.readouterr().err == said + dropped
     assert (chosen["kv_rank"], chosen["nope_dim"], chosen["rope_dim"]) == (64, 32, 16)
@@ -177,7 +177,46 @@ def test_what_is_chosen_is_said_and_can_be_changed(capsys: pytest.CaptureFixture
     load_config("preset:local_global-tiny", [latent])
     assert "kv_heads 2, window 64 dropped" in capsys.readouterr().err
     load_config("preset:gqa-tiny", ["layers.*.mixer.kind=retention", "layers.*.feedforward.kind=swiglu"])
-    assert capsys.readouterr().err == "retention: kv_heads 2 dropped, as retention has no such field\n"
+    assert capsys.readouterr().err == (
+        "retention: kv_heads 2 dropped, as retention has no such field; position rope kept\n"
+    )
+
+
+@pytest.mark.parametrize("before", kinds("mixers"))
+def test_every_field_that_a_mixer_keeps_of_another_is_said(before: str) -> None:
+    """Those that both need, such as heads, are not."""
+    given = mixer(before)
+    for after in kinds("mixers"):
+        data = design(dict(given), GATED)
+        replacements = apply_override(data, f"layers.0.mixer.kind={after}")
+        fields = kind_class("mixers", after).model_fields
+        kept = {
+            name
+            for name, value in data["layers"][0]["mixer"].items()
+            if name != "kind" and given.get(name) == value and not fields[name].is_required()
+            and value != fields[name].default
+        }  # fmt: skip
+        assert all(kept <= {*each.kept, *each.chosen} for each in replacements)
+        assert not kept or replacements or before == after
+
+
+def test_latent_attention_leaves_its_values_to_gqa_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    changed = load_config("preset:mla-medium", ["layers.*.mixer.kind=gqa"]).dump()["layers"][0]["mixer"]
+    said = capsys.readouterr().err
+    assert (changed["value_dim"], changed["kv_heads"]) == (64, 3)
+    assert "value_dim 64" in said
+    assert "kv_heads 3" in said, "the preset has 4"
+    load_config("preset:mla-medium", ["layers.*.mixer.kind=mqa"])
+    assert "kv_heads" not in capsys.readouterr().err, "mqa has no other number"
+
+
+@pytest.mark.parametrize(("text", "count", "length"), [("32k", 32_000, 32_768), ("1M", 10**6, 2**20)])
+def test_a_number_with_a_unit_is_refused_with_both_readings(text: str, count: int, length: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^vocab_size: .*'{text}'.* {count}, or {length} "):
+        load_config("preset:gqa-tiny", [f"vocab_size={text}"])
+    with pytest.raises(ConfigError, match="'32k'") as caught:
+        load_config("preset:gqa-tiny", ["layers.*.feedforward.activation=32k"])
+    assert "32000" not in str(caught.value)
 
 
 def test_what_does_not_fit_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -553,7 +553,7 @@ def test_a_large_design_becomes_small() -> None:
 def test_the_description_names_the_fields() -> None:
     config = parse_config(ModelConfig, INDEXED)
     assert config.layers[0].mixer is not None
-    assert "indexer=(top_k=3 heads=2 head_dim=8 loss=1.0)" in describe(config.layers[0].mixer.dump())
+    assert "indexer=(top_k=3 heads=2 head_dim=8 loss=1.0)" in describe(config.layers[0].mixer)
 
 
 def test_designs_without_an_indexer_keep_their_names() -> None:

@@ -1,5 +1,6 @@
 """The chat page's addresses, the terminal's conversation, and what both show of a model."""
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -128,14 +129,17 @@ def test_the_terminal_follows_commands(
     conversation: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = iter(
-        ["/temperature 0", "/top-k 4", "/max-tokens 3", "//x", "/tokens", "/state", "/temperature 9", "/seed a",
-         "/top-k -2", "/nope", "/help", "/stop z", "/reset", "/tokens", "/quit", "never read"]
+        ["/temperature 0", "/top-k 4", "/max-tokens 3", "//x", "/tokens", "/tokens all", "/state",
+         "/temperature 9", "/seed a", "/top-k -2", "/nope", "/help", "/stop z", "/reset", "/tokens", "/quit",
+         "never read"]
     )  # fmt: skip
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     Terminal([conversation], SamplingSettings()).run()
     out, err = capsys.readouterr()
     assert next(lines) == "never read"
-    assert out.count("%  ") == 3  # a row for each token
+    assert out.count(" among ") == 3  # a row for each token
+    compact = next(line for line in out.splitlines() if "%" in line)
+    assert re.fullmatch(r"('[^']*' \d+% *){3}", compact), "all in one line"
     assert "at 4,096 tokens" in out
     assert "now: temperature 0, top-k 4, top-p 0.95, max-tokens 3, seed none, stop none" in out
     assert "/temperature 9:" in err

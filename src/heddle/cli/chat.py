@@ -4,6 +4,7 @@ import contextlib
 import math
 import signal
 import sys
+import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from heddle.serving.requests import RequestReader
 
 MAX_MODELS = 2
+LINE = 100  # characters
 COMMANDS = """\
 /temperature X   0 is greedy
 /top-k N         sample from the N most likely tokens; 0: from all of them
@@ -29,7 +31,7 @@ COMMANDS = """\
 /max-tokens N    max tokens per answer
 /seed N          reproducible answers; /seed alone: random
 /stop TEXT       end an answer before TEXT; /stop alone: no stop string
-/tokens          the last answer's tokens with their probabilities and the likeliest alternatives
+/tokens          the last answer's tokens with their probabilities; /tokens all: with the likeliest alternatives
 /state           bytes of the state at the current length and beyond
 /undo            remove the last answer and its prompt
 /reset           start over
@@ -159,7 +161,7 @@ class Terminal:
             print_status("chat: the conversation was cleared")
         elif name in ("tokens", "state"):
             for conversation in self.conversations:
-                _print_tokens(conversation) if name == "tokens" else _print_state(conversation)
+                _print_tokens(conversation, value == "all") if name == "tokens" else _print_state(conversation)
         else:
             print_warning(f"/{name}: is not a command; /help lists them")
 
@@ -204,12 +206,20 @@ def _last_reply(conversation: "Conversation") -> "Reply | None":
     return conversation.last_reply
 
 
-def _print_tokens(conversation: "Conversation") -> None:
+def _print_tokens(conversation: "Conversation", with_alternatives: bool) -> None:
     reply, tokenizer = _last_reply(conversation), conversation.reader.tokenizer
     if reply is None:
         return
     if not reply.scores:
         print_status("chat: this device decodes with recorded graphs, which return no probabilities")
+    if not with_alternatives:
+        shown = [
+            f"{tokenizer.decode([score.token])!r} {math.exp(score.log_probability):.0%}".replace(" ", "\xa0")
+            for score in reply.scores
+        ]
+        for line in textwrap.wrap("  ".join(shown), LINE, break_long_words=False, break_on_hyphens=False):
+            print_text(line.replace("\xa0", " "))
+        return
     for score in reply.scores:
         others = ", ".join(
             f"{tokenizer.decode([token])!r} {math.exp(value):.1%}" for token, value in score.alternatives

@@ -1,6 +1,6 @@
 """`heddle convert`: convert a trained model to another design."""
 
-from heddle.conversion.settings import ConvertSettings
+from heddle.conversion.settings import ConvertSettings, check_options
 
 
 def convert(settings: ConvertSettings) -> None:
@@ -8,6 +8,8 @@ def convert(settings: ConvertSettings) -> None:
 
     OUT is written atomically; MODEL is not changed.
     """
+    if not settings.list_:
+        check_options(settings)  # before torch is imported
     from heddle.lab.conversion.convert import convert
 
     convert(settings)

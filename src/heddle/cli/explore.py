@@ -28,6 +28,7 @@ class ExploreSettings(VerbSettings):
 def explore(settings: ExploreSettings) -> None:
     """Write an offline page for choosing parts and options, with their formulas, pictures, sizes and costs."""
     load_parts(settings.part)
+    from heddle.exchange.imported_checkpoint import context_length
     from heddle.lab.explore.choices import SLOTS
     from heddle.lab.explore.page import explorer_page
     from heddle.model.load_config import load_config, with_vocab_size
@@ -37,5 +38,6 @@ def explore(settings: ExploreSettings) -> None:
     if slot is not None and slot not in SLOTS:
         raise ConfigError(f"--slot: '{slot}' has no page; choose one of {', '.join(SLOTS)}")
     config = None if design is None else with_vocab_size(load_config(design, settings.overrides), DEFAULT_VOCAB_SIZE)
-    write_file(out, explorer_page(slot, config), "choose another file")
+    context = None if design is None else context_length(design)
+    write_file(out, explorer_page(slot, config, context), "choose another file")
     print_text(str(out))

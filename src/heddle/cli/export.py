@@ -97,10 +97,7 @@ def export(settings: ExportSettings) -> None:
 
 def _set_max_positions(checkpoint: Path, imported: "ImportedModel") -> None:
     """Export a run's training sequence length as max_position_embeddings."""
-    from heddle.storage.file_io import read_json_file
-    from heddle.storage.run_log import RUN_FILE
+    from heddle.storage.model import trained_length
 
-    if (checkpoint / RUN_FILE).is_file():
-        settings = read_json_file(checkpoint / RUN_FILE).get("settings")
-        if isinstance(settings, dict) and "sequence_length" in settings:
-            imported.preserved_config.setdefault("max_position_embeddings", settings["sequence_length"])
+    if (length := trained_length(checkpoint)) is not None:
+        imported.preserved_config.setdefault("max_position_embeddings", length)

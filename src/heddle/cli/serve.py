@@ -55,13 +55,23 @@ def serve(settings: ServeSettings) -> None:
         print_text(f"http://{f'[{host}]' if ':' in host else host}:{used_port}/v1")
         end = f"running requests finish first, within {settings.drain_seconds} s"
         limits = f"prompts up to {settings.max_prompt:,} tokens, answers up to {settings.max_new_tokens:,}"
-        length = decoder.config.position_limit or decoder.imported_config.get("max_position_embeddings")
-        limits += f"; the model was made for {length:,}" if isinstance(length, int) else ""
+        limits += _model_length(decoder, settings.model)
         print_status(f"serve: {reader.name}; {limits}; on Ctrl-C or SIGTERM, {end}")
         application = Application(engine, reader, access)
         if token is None:  # a browser that opens the page sends no token
             add_chat_page(application, page_of([(engine, reader)]))
         run_server(application, listener)
+
+
+def _model_length(decoder: "Decoder", folder: Path) -> str:
+    """What is known of the tokens that the model was made for: longer prompts are served too."""
+    from heddle.storage.model import trained_length
+
+    length = decoder.config.position_limit or decoder.imported_config.get("max_position_embeddings")
+    if isinstance(length, int):
+        return f"; the model was made for {length:,}"
+    length = trained_length(folder)
+    return "" if length is None else f"; the model was trained on sequences of {length:,}"
 
 
 def page_of(models: "Sequence[tuple[Engine, RequestReader]]") -> str:

@@ -58,7 +58,9 @@ def _print_facts(settings: ShowSettings, facts: dict[str, Any]) -> None:
     console.print(f"{facts['parameters']:,} parameters, {active_text} per token, {embedding:,} in the embedding")
     head = "tied" if config["head"]["tied"] else "untied"
     assumed = " assumed (vocab_size is not set)" if facts["vocab_size_assumed"] else ""
-    console.print(f"width {config['width']}, vocabulary {config['vocab_size']:,}{assumed}, {head} head\n")
+    console.print(f"width {config['width']}, vocabulary {config['vocab_size']:,}{assumed}, {head} head")
+    around = ", ".join(f"{name} {phrase}" for name, phrase in facts["around_layers"].items())
+    console.print(f"{escape(terminal_safe(around))}\n")
     _print_layers(console, facts)
     _print_contexts(console, facts)
     _print_engines(console, facts)
@@ -105,7 +107,10 @@ def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
     table.add_column("layers", justify="right")
     table.add_column("mixer and feed-forward", overflow="fold")
     length, rows = facts["contexts"][0]["context_length"], facts["batch_size"]
-    for name in ("parameters of each", f"state of each at {length:,}{f', batch {rows}' * (rows > 1)}"):
+    for name in (
+        "parameters of each",
+        f"state of each at {length:,}{f', batch {rows}' * (rows > 1)}, {facts['dtype']}",
+    ):
         table.add_column(name, justify="right")
     for stack in ("encoder", "layers", "multi_token"):
         block, times = _repeated(facts[stack])
@@ -158,7 +163,7 @@ def _print_contexts(console: "Console", facts: dict[str, Any]) -> None:
     weights, longest = facts["weight_bytes"], facts["contexts"][-1]
     total = format_amount(weights + longest["state_bytes"], "bytes")
     both = f"; with the state at {longest['context_length']:,}: {total}" if longest["state_bytes"] else ""
-    console.print(f"weights: {format_amount(weights, 'bytes')}{both}")
+    console.print(f"weights in {facts['dtype']}: {format_amount(weights, 'bytes')}{both}")
 
 
 def _print_engines(console: "Console", facts: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from heddle.conversion.convert import (
     holds_conversion,
     saved_conversion,
 )
+from heddle.conversion.settings import HEALING_BATCH
 from heddle.conversion.weights import CalibrationText, build_model
 from heddle.data.corpus import Corpus
 from heddle.data.samples import CorpusLoader, RowProtocol
@@ -108,7 +109,6 @@ MIN_RATE_SHARE = 0.1
 RATE_ROWS = 16  # of the text, on which the added loss is measured
 RATE_FILE, CONVERTED_FOLDER, HEAL_FOLDER = "rate.json", "converted", "heal"  # in the work folder
 HEALING_FOLDER = "healing"  # in the model's folder, with the log of its healing
-HEALING_BATCH = 8  # rows
 SAVE_EVERY = 50  # steps
 ACTIVATION_BYTES = 2**30  # of the layers, in one step
 MIDDLE_WINDOWS = 4  # held-out, after a stage that is not the last

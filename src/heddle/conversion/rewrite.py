@@ -63,6 +63,11 @@ class Rewrite(Config, ABC):
         return self.needs_text and not self.text_decides_weights
 
     @property
+    def fits_on_text(self) -> bool:
+        """Whether it solves for matrices on the text, which takes as many tokens as they are wide."""
+        return self.needs_text
+
+    @property
     def sizes_on_text(self) -> bool:
         """Whether the text decides sizes, and so what the design costs."""
         return self.chooses_on_text

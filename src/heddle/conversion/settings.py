@@ -1,11 +1,16 @@
 """The settings of `heddle convert`."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from heddle.errors import ConfigError
 from heddle.settings import Argument, Json, Option, SessionSettings, SpeedContexts, parse_length, parse_tokens
 from heddle.training.settings import Data, LossWeightsText
+
+HEALING_BATCH = 8  # rows
+MIN_WINDOWS = 4  # of a report; fewer give no interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,3 +96,64 @@ class ConvertSettings(SessionSettings):
     ] = 2**16
     speed_context_length: SpeedContexts = ()
     json: Json = False
+
+
+def check_options(settings: ConvertSettings) -> None:
+    """Raise ConfigError for options that are missing, have no effect or are out of range, before anything is read."""
+    healing = {
+        "loss": settings.heal_loss,
+        "lr": settings.heal_lr,
+        "parameters": settings.heal_parameters,
+        "batch-size": settings.heal_batch_size,
+        "stage": " ".join(settings.heal_stage) or None,
+        "baselines": "" if settings.heal_baselines else None,
+    }
+    heals = settings.heal or (settings.heal is None and settings.budget is not None)
+    for name, value in healing.items():
+        if not heals and value is not None:
+            option = f"--heal-{name} {value}".rstrip()
+            raise ConfigError(f"{option}: has no effect without healing; give --heal or --budget too")
+    if settings.heal_stage and settings.heal_loss:
+        raise ConfigError(f"--heal-loss {settings.heal_loss}: stages name their own losses; leave it out")
+    if settings.heal_baselines and not (settings.search and settings.report_tokens):
+        raise ConfigError("--heal-baselines: has no effect without --search and a report; leave it out")
+    least = {"calibration-tokens": settings.calibration_tokens, "sequence-length": settings.sequence_length}
+    least |= {
+        "heal-batch-size": settings.heal_batch_size,
+        "speed-context-length": min(settings.speed_context_length, default=1),
+    }
+    for name, value in least.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: must be at least 1")
+    if settings.heal_lr is not None and not 0 < settings.heal_lr < math.inf:
+        raise ConfigError(f"--heal-lr {settings.heal_lr}: must be a number above 0")
+    if settings.report_tokens == 0 and (settings.sweep or settings.method):
+        raise ConfigError("--report-tokens 0: a comparison needs a report; give more, or one target with --to")
+    if settings.model is None:
+        raise ConfigError("MODEL: is missing; give a run, a model folder or a transformers folder")
+    if settings.search and (settings.to or settings.sweep or settings.method):
+        raise ConfigError("--search: chooses the conversion itself; leave out --to, --sweep and --method")
+    if not settings.search and (settings.only or settings.keep or settings.second_data):
+        raise ConfigError("--only, --keep and --second-data: have no effect without --search; give a goal")
+    if not settings.to and not settings.sweep and not settings.search:
+        raise ConfigError("--to: is missing; say what to change, such as --to kv_heads=2 (--list prints the choices)")
+    if settings.method not in (None, "all"):
+        reason = "must be all; for one, give an option: --to kv_heads=2,merge=mean"
+        raise ConfigError(f"--method {settings.method}: {reason}")
+    if settings.calibration_tokens is None and (errors := token_errors(settings)):  # else with those about the model
+        raise ConfigError("; and ".join(errors))
+
+
+def token_errors(settings: ConvertSettings) -> list[str]:
+    """What is wrong with the tokens of a report and of healing, whatever the model."""
+    length, report, errors = settings.sequence_length, settings.report_tokens, []
+    if 0 < report < MIN_WINDOWS * length:
+        least = MIN_WINDOWS * length
+        errors.append(f"--report-tokens {report}: is under {MIN_WINDOWS} sequences; give at least {least}, or 0")
+    step = (settings.heal_batch_size or HEALING_BATCH) * length
+    if settings.heal and settings.heal < step:
+        errors.append(
+            f"--heal {settings.heal}: is less than one step of {step:,} tokens; give more, 0 for none, or a "
+            "smaller --heal-batch-size"
+        )
+    return errors

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heddle.exchange.family import Family, WeightMap
 from heddle.exchange.family_match import FamilyMatch, best_match, chosen_match, differences, exported_design
-from heddle.exchange.imported_checkpoint import ImportedModel
+from heddle.exchange.imported_checkpoint import LENGTH_FIELDS, ImportedModel
 from heddle.exchange.load import build_weight_map
 from heddle.exchange.safetensors_folder import CONFIG_FILE, SINGLE_FILE, to_json
 from heddle.exchange.tokenizer_files import write_tokenizer_files
@@ -21,11 +21,6 @@ from heddle.tokenization.tokenizer import Tokenizer
 DESIGN_KEY = "heddle"
 # Written as null, because transformers would fill in the family's default ids for absent fields.
 NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-LENGTH_FIELDS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-)  # names of the length that a model was trained for
 
 
 def export(

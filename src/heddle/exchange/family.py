@@ -306,7 +306,9 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
                 model_type = classes.get(architecture)
     if not isinstance(model_type, str) or model_type not in families():
         if model_type is None and "layers" in config:
-            raise ConfigError(f"{source}: is a design of heddle's, which needs no import; use its folder as it is")
+            raise ConfigError(
+                f"{source}: is a design of heddle's, which needs no import; use its folder as it is: heddle.load"
+            )
         if isinstance(model_type, str) and model_type in missing_parts():
             missing = missing_parts()[model_type]
             why = f"it needs {missing}, which heddle lacks" if missing else "no family supports it yet"

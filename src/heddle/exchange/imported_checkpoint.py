@@ -9,9 +9,15 @@ import torch
 from heddle.exchange.safetensors_folder import parse_json, read_text_file
 from heddle.model.decoder import Decoder
 from heddle.storage.folder import read_folder
-from heddle.storage.model import IMPORTED_FILE, find_model_folder, load
+from heddle.storage.model import IMPORTED_FILE, find_model_folder, load, trained_length
 from heddle.storage.run_log import CHECKPOINTS_FOLDER
 from heddle.tokenization.tokenizer import COMPANION_FILES, Tokenizer
+
+LENGTH_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+)  # names of the length that a model was trained for
 
 # An imported model together with the parts of its folder that heddle does not use but an export writes again.
 
@@ -35,12 +41,27 @@ def imported_family(folder: str | Path) -> str | None:
 
     Only the one file is read, and it is not verified. Raises CheckpointError if it is not JSON.
     """
+    family = _imported_fields(folder).get("model_type")
+    return family if isinstance(family, str) else None
+
+
+def context_length(folder: str | Path) -> int | None:
+    """The tokens that the model in a folder was made for: as its import says, else of a sequence in its training.
+
+    None if neither is known. Raises as `imported_family`.
+    """
+    fields = _imported_fields(folder)
+    length = next((fields[name] for name in LENGTH_FIELDS if isinstance(fields.get(name), int)), None)
+    return trained_length(Path(folder)) if length is None else length
+
+
+def _imported_fields(folder: str | Path) -> dict[str, Any]:
+    """What an import left in a folder, or in the newest checkpoint of a run that has it; {} without it."""
     checkpoints = sorted(Path(folder, CHECKPOINTS_FOLDER).glob("step-*"))
     for file in (Path(folder, IMPORTED_FILE), *(path / IMPORTED_FILE for path in reversed(checkpoints))):
         if file.is_file():
-            family = parse_json(read_text_file(file), file).get("model_type")
-            return family if isinstance(family, str) else None
-    return None
+            return parse_json(read_text_file(file), file)
+    return {}
 
 
 def open_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> ImportedModel:

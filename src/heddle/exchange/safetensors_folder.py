@@ -17,6 +17,7 @@ from heddle.progress import print_status, printable, progress_bar
 from heddle.storage.file_io import READ_FLAGS_FOLLOWING_LINKS, open_regular_file, read_error, read_exactly
 from heddle.storage.folder import MAX_DOCUMENT_BYTES, read_folder
 from heddle.storage.manifest import MANIFEST_FILE, FileRecord, is_file_name, parse_json_object
+from heddle.storage.run_log import RUN_FILE
 from heddle.storage.tensor_file import read_tensor, read_tensor_file, read_tensor_specs
 
 # The text model of a multimodal model: its config, and its tensors by their names in a text model.
@@ -143,6 +144,8 @@ class SafetensorsFolder:
         if not (folder / CONFIG_FILE).is_file():
             gguf = min(folder.glob("*.gguf"), default=None)
             remedy = "name the folder of one" if gguf is None else f"name the GGUF itself, {gguf}"
+            if (folder / RUN_FILE).is_file():
+                remedy = "it is a run of heddle's, which needs no import; in Python use heddle.load"
             raise CheckpointError(f"{folder}: has no {CONFIG_FILE}, so it is not a transformers model; {remedy}")
         if (folder / ADAPTER_FILE).is_file():
             print_status(f"warning: {folder / ADAPTER_FILE}: the adapter{self._adapter_base()} is not applied")

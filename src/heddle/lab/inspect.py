@@ -16,7 +16,7 @@ from heddle.model.attention_maps import forward_with_weights
 from heddle.model.config import describe
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.attention.observer import Observation
-from heddle.parts.mixers import Mixer
+from heddle.parts.mixers import Mixer, MixerConfig
 
 MAX_TOKENS = 512  # the most that a map can show
 MAX_WEIGHTS = 2**25  # of all heads: 32 MB before compression
@@ -78,10 +78,7 @@ def inspect_layers(model: Decoder, tokens: list[int]) -> list[LayerInspection]:
     states = _state_bytes(model, len(tokens))
     layers = enumerate(zip(model.config.expand(), model.mixers(), strict=True))
     return [
-        _inspect_layer(
-            config.mixer.dump() if config.mixer is not None else {}, mixer, states[index], weights.get(index)
-        )
-        for index, ((_, config), mixer) in layers
+        _inspect_layer(config.mixer, mixer, states[index], weights.get(index)) for index, ((_, config), mixer) in layers
     ]
 
 
@@ -136,9 +133,9 @@ def _state_bytes(model: Decoder, length: int) -> list[tuple[int, int] | None]:
 
 
 def _inspect_layer(
-    config: dict[str, object], mixer: Mixer | None, state_bytes: tuple[int, int] | None, weights: LayerWeights | None
+    config: MixerConfig | None, mixer: Mixer | None, state_bytes: tuple[int, int] | None, weights: LayerWeights | None
 ) -> LayerInspection:
-    if mixer is None:
+    if mixer is None or config is None:
         return LayerInspection("none", "nothing", "", None, True, None, None)
     if mixer.chunked:
         visible_range = f"its chunk of {mixer.window} tokens" + (", up to itself" if mixer.causal else "")

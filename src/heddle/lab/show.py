@@ -18,7 +18,6 @@ from heddle.settings import (
     Kernel,
     Option,
     PartFile,
-    Precision,
     VerbSettings,
     parse_length,
 )
@@ -50,7 +49,7 @@ class ShowSettings(VerbSettings):
     schema: Annotated[bool, Option("", "Print the JSON Schema of designs, for editors.")] = False
     profile: Annotated[bool, Option("", "Measure where the time of a step goes on this CPU.")] = False
     device: Device = "auto"
-    precision: Precision = "fp32"
+    precision: Annotated[str | None, Option("NAME", "fp32 or bf16. [as a folder's weights, else fp32]")] = None
     deterministic: Deterministic = False
     kernel: Kernel = ()
     part: PartFile = ()
@@ -111,7 +110,7 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
         loaded = load_config(data)
         config = with_vocab_size(loaded, DEFAULT_VOCAB_SIZE)
         # Kernels are chosen as on the device, even if this machine lacks it.
-        dtype, device = dtype_of(settings.precision), device_name(settings.device)
+        dtype, device = _dtype(settings), device_name(settings.device)
         imported = imported_family(source) if isinstance(source, str) else None
         lengths, batch = list(settings.context_length), settings.batch_size
         facts = measure(config, lengths, batch, dtype, device, encoder_length, imported)
@@ -120,6 +119,14 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
         if settings.profile:
             facts["profile"] = _profile(config, settings)
     return facts
+
+
+def _dtype(settings: ShowSettings) -> Any:
+    """The dtype of weights and state: the precision's, else that of the weights in the folder, else float32."""
+    from heddle.storage.model import stored_dtype
+
+    own = stored_dtype(Path(settings.design)) if isinstance(settings.design, str) else None
+    return dtype_of(settings.precision or "fp32") if settings.precision or own is None else own
 
 
 def plain_design(design: Any) -> Any:
@@ -138,7 +145,7 @@ def _profile(config: "ModelConfig", settings: ShowSettings) -> list[dict[str, An
 
     set_up_runtime("cpu", choices=measured_choices())
     usual = config.usual_length(PROFILED_LENGTH, PROFILED_TOKENS)
-    length, precision = (settings.context_length or (usual,))[0], settings.precision
+    length, precision = (settings.context_length or (usual,))[0], settings.precision or "fp32"
     profiles = profile_design(config, settings.batch_size, length, precision)
     return [
         profile._asdict() | {"operations": [operation._asdict() for operation in profile.operations]}
@@ -174,6 +181,7 @@ def measure(
         "parameters": first.parameters,
         "active_parameters": first.active_parameters,
         "embedding_parameters": first.embedding_parameters,
+        "around_layers": _around_layers(config),
         "weight_bytes": first.parameters * dtype.itemsize,
         "encoder": [vars(layer) for layer in first.encoder],
         "layers": [vars(layer) for layer in first.layers],
@@ -201,6 +209,20 @@ def measure(
         "device": device,
         "kernels": kernels,
     }
+
+
+def _around_layers(config: "ModelConfig") -> dict[str, str]:
+    """The parts beside the layers as phrases of what is not at its default."""
+    from heddle.model.config import describe
+
+    parts = {
+        "residual": config.residual,
+        "norm": config.norm,
+        "embedding": config.embedding,
+        "head": config.head.replace(tied=True),
+    }
+    phrases = {name: describe(part, with_defaults=False) for name, part in parts.items()}
+    return {name: phrase for name, phrase in phrases.items() if phrase}
 
 
 def kernels_by_phase(

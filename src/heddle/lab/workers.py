@@ -161,11 +161,11 @@ def run_tasks(
                     results[task] = result
                     if on_result is not None:
                         on_result(task, result)
-                if stop_request.signal_number is not None:
-                    pool.stop(stop_request.signal_number)
-                    break
-                if time.monotonic() >= until:
-                    pool.stop(signal.SIGTERM)
+                if stop_request.signal_number is not None or time.monotonic() >= until:
+                    for task, result in pool.stop(stop_request.signal_number or signal.SIGTERM):
+                        results[task] = result
+                        if on_result is not None:
+                            on_result(task, result)
                     break
                 if pool.is_busy:
                     while_waiting()
@@ -267,12 +267,14 @@ class _Pool:
             self.waiting = [waiting for waiting in self.waiting if waiting != task]
         return results
 
-    def stop(self, number: int) -> None:
-        """Ask all workers to save and end, and wait for them."""
+    def stop(self, number: int) -> list[tuple[Task, Result]]:
+        """Ask all workers to save and end, and wait for them. Returns the results of those that were done first."""
         for running in self.running.values():
             running.process.send_signal(number)
         while any(running.process.poll() is None for running in self.running.values()):
             time.sleep(POLL_SECONDS)
+        saved = [(task, task.saved_result()) for task in self.running]
+        return [(task, result) for task, result in saved if result is not None and result["status"] == "done"]
 
     def kill(self) -> None:
         """End all workers at once, remove their requests and release their tasks."""

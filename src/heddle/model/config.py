@@ -19,17 +19,17 @@ from heddle.config import (
     PositiveInt,
     Probability,
     Width,
-    is_kind,
     is_slot,
     kind_class,
     kinds,
     refuse,
 )
-from heddle.errors import ConfigError
+from heddle.errors import ConfigError, shorten_value
 from heddle.notebook import html_table
 from heddle.parts.build import BuildContext
 from heddle.parts.feedforwards import Activation, FeedforwardConfig
 from heddle.parts.mixers import MixerConfig
+from heddle.parts.modules.short_convolution import ShortConvolutionConfig
 from heddle.parts.norms import NormConfig
 from heddle.parts.positions import AdditivePositionConfig
 from heddle.parts.residuals import ResidualConfig
@@ -325,12 +325,12 @@ class ModelConfig(Config):
 
     def _repr_html_(self) -> str:
         rows = [
-            (count, *("none" if part is None else describe(part.dump()) for part in parts))
+            (count, *("none" if part is None else describe(part) for part in parts))
             for parts, count in self.equal_layers.items()
         ]
         vocab_size = "set by the data" if self.vocab_size is None else f"{self.vocab_size:,}"
         caption = f"width {self.width:,}, vocabulary {vocab_size}, {self.depth} layers"
-        caption += f", norm {describe(self.norm.dump())}, residual {describe(self.residual.dump())}"
+        caption += f", norm {describe(self.norm)}, residual {describe(self.residual)}"
         return html_table(("layers", "mixer", "feed-forward"), rows, caption)
 
     @property
@@ -536,18 +536,28 @@ class ModelConfig(Config):
             yield from layer.expand(f"layers[{index}]")
 
 
-def describe(data: dict[str, object]) -> str:
-    """Return a part as a short phrase: `attention heads=4 kv_heads=2 position=rope`. Omits fields that are off."""
-    words = [str(data["kind"])] if "kind" in data else []
-    for name, value in data.items():
-        if name == "kind" or value is False or value == 0.0:
+def describe(part: Config, with_defaults: bool = True) -> str:
+    """Return a part as a short phrase: `attention heads=4 kv_heads=2 position=rope`.
+
+    Fields that are off are omitted if that is their default; without `with_defaults` all that have their default.
+    """
+    words = [part.kind] if isinstance(part, Part) else []
+    for name in part.dump():
+        if name == "kind":
             continue
-        if isinstance(value, dict) and "of" in value:
-            value = ",".join(value["of"])  # short convolutions
-        elif isinstance(value, dict):
-            kind = value.get("kind")
-            value = f"({describe(value)})" if kind is None or is_kind(MixerConfig.slot, kind) else kind
-        words.append(name if value is True else f"{name}={value}")
+        value, default = getattr(part, name), type(part).model_fields[name].default
+        if value == default and type(value) is type(default) and (not with_defaults or value in (False, 0)):
+            continue
+        if isinstance(value, ShortConvolutionConfig):
+            others = describe(value, with_defaults=False).removeprefix(f"of={list(value.of)}")
+            value = f"({','.join(value.of)}{others})" if others else ",".join(value.of)
+        elif isinstance(value, Config):
+            is_whole = isinstance(value, MixerConfig) or not isinstance(value, Part)
+            inner = describe(value, is_whole)
+            value = f"({inner})" if is_whole or " " in inner else inner
+        elif isinstance(value, tuple):
+            value = shorten_value(part.dump()[name])
+        words.append(name if value is True else f"{name}={str(value).lower() if value is False else value}")
     return " ".join(words)
 
 

@@ -387,7 +387,8 @@ class KindReplacement:
     """A part in a design's plain data whose kind changed.
 
     chosen: fields that were added because the design did not give them. dropped: the paths of fields that did not fit.
-    missing: fields of the old part that the new kind does not have, with their values.
+    missing: fields of the old part that the new kind does not have, with their values. kept: fields of the old part
+    that the new kind would do without, and that are not at its defaults.
     """
 
     part: dict[str, Any]
@@ -395,21 +396,24 @@ class KindReplacement:
     chosen: dict[str, Any]
     dropped: tuple[str, ...]
     missing: dict[str, Any]
+    kept: dict[str, Any]
 
     def lines(self) -> list[str]:
         """The changes as status lines; fields that were set afterwards are left out."""
-        chosen = [f"{name} {_name_value(value)}" for name, value in self.chosen.items() if self.part.get(name) == value]
-        missing = [f"{name} {_name_value(value)}" for name, value in self.missing.items()]
-        parts = [f"{', '.join(chosen)} chosen; set them to change"] if chosen else []
-        parts += [f"{', '.join(missing)} dropped, as {self.kind} has no such field"] if missing else []
+        unset = {name: value for name, value in self.chosen.items() if self.part.get(name, value) == value}
+        kept = {name: value for name, value in self.kept.items() if self.part.get(name) == value}
+        parts = [f"{_name_values(unset)} chosen; set them to change"] if unset else []
+        parts += [f"{_name_values(self.missing)} dropped, as {self.kind} has no such field"] if self.missing else []
+        parts += [f"{_name_values(kept)} kept"] if kept else []
         lines = [f"{self.kind}: {'; '.join(parts)}"] if parts else []
         return lines + (
             [f"{self.kind}: {', '.join(self.dropped)} left out, as it does not fit"] if self.dropped else []
         )
 
 
-def _name_value(value: Any) -> Any:
-    return value.get("kind", value) if isinstance(value, dict) else value
+def _name_values(fields: dict[str, Any]) -> str:
+    words = {name: value.get("kind", value) if isinstance(value, dict) else value for name, value in fields.items()}
+    return ", ".join(f"{name} {value}" for name, value in words.items())
 
 
 def is_part_path(data: dict[str, Any], steps: list[str]) -> bool:
@@ -486,10 +490,28 @@ def _replace_kind(node: dict[str, Any], base: type[Part], kind: str, width: Any)
     node |= {"kind": kind, **fields}
     config = _build_or_none(base, node, width)
     implied = set() if config is None else config.model_fields_set
+    chosen |= {
+        name: getattr(config, name) for name in sorted(implied - fields.keys()) if _is_free(new, kind, fields, name)
+    }
+    kept = {
+        name: deepcopy(fields[name])
+        for name in carried
+        if name in optional & fields.keys() - chosen.keys() - explicit.keys()
+        and fields[name] != new.model_fields[name].default
+    }
     own.pop("kind")
     missing = {name: value for name, value in own.items() if name not in new.model_fields and value is not None}
     dropped = tuple(path for path in dropped if path not in implied)
-    return KindReplacement(node, kind, chosen, dropped, missing)
+    return KindReplacement(node, kind, chosen, dropped, missing, kept)
+
+
+def _is_free(new: type[Part], alias: str, fields: dict[str, Any], name: str) -> bool:
+    """Whether a field that an alias adds could have another value: kv_heads under gqa, not under mqa."""
+    try:
+        new.fields_of_alias(alias, {**fields, name: object()})
+    except DesignError:
+        return False
+    return True
 
 
 def _build_or_none(base: type[Part], data: dict[str, Any], width: int) -> Part | None:

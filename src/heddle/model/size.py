@@ -172,7 +172,7 @@ def summarize_design(config: ModelConfig, model_size: Size) -> str:
     head = "tied" if config.head.tied else "untied"
     return (
         f"{config.depth} layers, width {config.width}, vocabulary {config.vocab_size} ({head}), residual "
-        f"{describe(config.residual.dump())}, norm {describe(config.norm.dump())}: {', '.join(layers)}"
+        f"{describe(config.residual)}, norm {describe(config.norm)}: {', '.join(layers)}"
     )
 
 
@@ -402,7 +402,7 @@ def _multi_token_sizes(
         return ()
     layer, output = model.config.last_layer, _encoder_output(model, batch, encoder_length)
     state = model.init_draft_state(batch, context_length, output, rollback)
-    mixer, feedforward = ("–" if part is None else describe(part.dump()) for part in (layer.mixer, layer.feedforward))
+    mixer, feedforward = ("–" if part is None else describe(part) for part in (layer.mixer, layer.feedforward))
     parameters, state_bytes = parameter_count(model.multi_token[0]), state.layer_bytes[0]
     count = len(model.multi_token)
     return (LayerSize(count, mixer, feedforward, parameters, state_bytes, weights=count),)
@@ -416,8 +416,8 @@ def _layer_sizes(model: Decoder, layer_bytes: list[int] | None) -> tuple[LayerSi
         layer_size = LayerSize(
             count=1,
             weights=1,
-            mixer="–" if mixer is None else describe(mixer.dump()),
-            feedforward="–" if feedforward is None else describe(feedforward.dump()),
+            mixer="–" if mixer is None else describe(mixer),
+            feedforward="–" if feedforward is None else describe(feedforward),
             parameters=parameter_count(layer),
             state_bytes=0 if layer_bytes is None else layer_bytes[index],
         )

@@ -57,7 +57,7 @@ class ModelView:
             forward_with_weights(self._twin, text, None, keep_last)
         mixers = [layer.mixer for _, layer in self.model.config.expand()]
         return [
-            {"mixer": "none" if mixer is None else describe(mixer.dump()), "heads": heads.get(index)}
+            {"mixer": "none" if mixer is None else describe(mixer), "heads": heads.get(index)}
             for index, mixer in enumerate(mixers)
         ]
 

@@ -184,9 +184,10 @@ def read_manifest(folder: Path, flags: int = READ_FLAGS) -> Manifest:
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name a folder that heddle saved")
     if not os.path.lexists(path):
-        raise CheckpointError(
-            f"{folder}: has no {MANIFEST_FILE}, so heddle did not save it; name another folder, or import this one"
-        )
+        remedy = "name another folder, or import this one"
+        if (folder / "config.json").is_file():
+            remedy += f" (`heddle import {folder} NAME`, or in Python heddle.exchange.transformers.load)"
+        raise CheckpointError(f"{folder}: has no {MANIFEST_FILE}, so heddle did not save it; {remedy}")
     with open_regular_file(path, flags) as (descriptor, size):
         if size > MAX_MANIFEST_BYTES:
             raise CheckpointError(

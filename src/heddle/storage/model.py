@@ -6,6 +6,7 @@ An imported model also has `imported.json`: config fields that an export to its 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +27,12 @@ from heddle.parts.position_table import PositionTable
 from heddle.parts.states import MixerState
 from heddle.progress import print_warning
 from heddle.storage.checkpoints import PROGRESS_FILE, STEP_PATTERN, check_place, latest_checkpoint
-from heddle.storage.file_io import is_gguf
+from heddle.storage.file_io import is_gguf, read_json_file
 from heddle.storage.folder import FolderContents, read_folder, write_folder
 from heddle.storage.manifest import parse_json_object
 from heddle.storage.rank_folder import write_rank_folder
 from heddle.storage.run_log import CHECKPOINTS_FOLDER, RUN_FILE
+from heddle.storage.tensor_file import DTYPES
 from heddle.tokenization.tokenizer import Tokenizer
 
 WEIGHTS_FILE = "model.safetensors"
@@ -96,6 +98,24 @@ def find_model_folder(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path:
     return folder
 
 
+def trained_length(folder: Path) -> int | None:
+    """The tokens of a sequence in the training of a run, or of a checkpoint in it; None for other folders."""
+    run = folder if (folder / RUN_FILE).is_file() else folder.absolute().parent.parent
+    is_in_run = run == folder or folder.absolute().parent.name == CHECKPOINTS_FOLDER
+    settings = read_json_file(run / RUN_FILE).get("settings") if is_in_run and (run / RUN_FILE).is_file() else None
+    length = settings.get("sequence_length") if isinstance(settings, dict) else None
+    return length if isinstance(length, int) else None
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype of the embedding in a model folder, or in a run's newest checkpoint; None where it cannot be read."""
+    steps = sorted((folder / CHECKPOINTS_FOLDER).glob("step-*"))
+    for place in (folder, *reversed(steps)):
+        with suppress(CheckpointError, KeyError):
+            return DTYPES[read_folder(place).tensor_records(WEIGHTS_FILE)["embed.weight"].dtype]
+    return None
+
+
 def require_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> Tokenizer:
     """Return the tokenizer of a model's folder. Raises CheckpointError if there is none."""
     if tokenizer is None:
@@ -127,7 +147,10 @@ def read_config(contents: FolderContents) -> dict[str, Any]:
     config = _parse_document(contents, CONFIG_FILE)
     if "model_type" in config:
         folder = contents.folder
-        raise CheckpointError(f"{folder}: is a transformers folder; first `heddle import {folder} NAME`, then give it")
+        raise CheckpointError(
+            f"{folder}: is a transformers folder; first `heddle import {folder} NAME`, then give it; or in Python "
+            "heddle.exchange.transformers.load"
+        )
     return config
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from heddle.config import Width
+from heddle.config import Width, build_under
 from heddle.conversion.rewrite import Rewrite
 from heddle.conversion.weights import PROJECTIONS, CalibrationText, ConvertedWeights, Weights
 from heddle.parts.feedforwards import FeedforwardConfig
@@ -27,6 +27,11 @@ class KeepExperts(Rewrite):
     targets: ClassVar[Mapping[str, str]] = {"keep_experts": "experts"}
     experts: Width
 
+    @property
+    def fits_on_text(self) -> bool:
+        """False: choices of experts are counted."""
+        return False
+
     def apply(self, source: Weights, text: CalibrationText | None) -> Weights:
         """Raises DesignError if no layer, or not every named one, has more experts, chosen by scores without groups."""
         none = f"no layer has a mixture of more than {self.experts} experts without groups; give fewer"
@@ -34,7 +39,7 @@ class KeepExperts(Rewrite):
 
     def _fewer(self, mixture: FeedforwardConfig | None, path: str) -> FeedforwardConfig | str:
         if isinstance(mixture, MoEConfig) and mixture.experts > self.experts and mixture.groups is None:
-            return mixture.replace(experts=self.experts)
+            return build_under(path, lambda: mixture.replace(experts=self.experts))
         return f"has no more than {self.experts} experts, or groups of them"
 
 

@@ -39,6 +39,11 @@ class Layerwise(Rewrite):
         """Whether one of them does."""
         return any(rewrite.chooses_on_text for rewrite in self.rewrites)
 
+    @property
+    def fits_on_text(self) -> bool:
+        """Whether one of them does."""
+        return any(rewrite.fits_on_text for rewrite in self.rewrites)
+
     def is_exact(self, design: ModelConfig) -> bool:
         """Whether all of them are."""
         return all(rewrite.is_exact(design) for rewrite in self.rewrites)

@@ -40,6 +40,11 @@ class Window(Rewrite):
         """True if it chooses layers."""
         return self.keep is not None
 
+    @property
+    def fits_on_text(self) -> bool:
+        """False: layers are compared, and no weight changes."""
+        return False
+
     def is_exact(self, design: ModelConfig) -> bool:
         """True if every text fits in the window."""
         return self.longest_text is not None and self.longest_text <= self.window

@@ -499,7 +499,7 @@ def comparison_report(comparison: Comparison, results: Results) -> Report:
         heddle=__version__,
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         command=comparison.command,
-        hardware=comparison.runtime.describe() | {"torch": torch.__version__},
+        hardware=comparison.runtime.describe_workers(comparison.workers.threads) | {"torch": torch.__version__},
         workers=WorkerFacts(count=workers.total, threads=workers.threads or comparison.runtime.threads),
         data=data_facts(plan.data, corpus, comparison.final_tokens),
         budget=Budget(

@@ -11,7 +11,7 @@ from statistics import median
 from heddle.config import DesignError
 from heddle.conversion.convert import Conversion, ConversionSource
 from heddle.conversion.heal import CALIBRATION_TOKENS
-from heddle.conversion.settings import ConvertSettings
+from heddle.conversion.settings import MIN_WINDOWS, ConvertSettings
 from heddle.conversion.targets import ConversionVariant
 from heddle.conversion.weights import CalibrationText
 from heddle.errors import ConfigError, MachineError
@@ -27,7 +27,6 @@ from heddle.training.job import TrainingJob
 from heddle.training.loop import FINAL_EVALUATION_TOKENS
 
 CHOICE_FILE = "budget.json"  # what a budget chose, until the work is complete: every healing has the same length
-MIN_WINDOWS = 4  # fewer give no interval
 MIN_TIMED_STEPS = 20  # timing a shorter healing takes about as long as the healing
 CALIBRATION_SHARE = 0.3  # of the time that a budget leaves after the text is read
 MIN_CHOSEN_STEPS = 50  # the shortest healing that a budget chooses: the first ten are warmup, and the rate decays to 0

@@ -28,7 +28,6 @@ from heddle.conversion.heal import (
     CALIBRATION_TOKENS,
     CONVERTED_FOLDER,
     HEAL_FOLDER,
-    HEALING_BATCH,
     calibration_from_corpus,
     calibration_samples,
     convert_and_heal,
@@ -40,20 +39,19 @@ from heddle.conversion.heal import (
 )
 from heddle.conversion.rewrite import Rewrite, naming_layers
 from heddle.conversion.rewrites.window import Window
-from heddle.conversion.settings import ConvertSettings
+from heddle.conversion.settings import HEALING_BATCH, ConvertSettings, check_options, token_errors
 from heddle.conversion.targets import ConversionVariant, conversion_variants, print_rewrites
 from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.samples import RowProtocol
 from heddle.data.sources import check_sources, describe_files
 from heddle.errors import CheckpointError, ConfigError, DataError
-from heddle.exchange.export import LENGTH_FIELDS
+from heddle.exchange.imported_checkpoint import LENGTH_FIELDS
 from heddle.lab.compare.budget import TimeBudget, kernel_seconds
 from heddle.lab.compare.results import plain
 from heddle.lab.conversion.budget import (
     CHOICE_FILE,
     MIN_CHOSEN_STEPS,
-    MIN_WINDOWS,
     HealingPlan,
     affordable_calibration,
     chosen_before,
@@ -79,6 +77,7 @@ from heddle.lab.conversion.run import (
     RESULT_FOLDER,
     RESULTS_FILE,
     ConversionReport,
+    check_report_text,
     interrupted_report_rows,
     is_converted,
     part_path,
@@ -107,6 +106,7 @@ if TYPE_CHECKING:
     from heddle.lab.search.goals import Goal
     from heddle.lab.search.search import Search
 
+BUDGET_CONTEXT = 8192  # tokens, for which it is said what a budget leaves of the state
 SEARCH_FOLDER = "search"  # in the work folder
 BATCH_FLOPS = 2e11  # of the rows that a CPU reads at a time: a few seconds
 MOST_TOKENS_A_SECOND = 10_000  # an upper bound, since the text is encoded before a budget chooses the steps
@@ -158,6 +158,8 @@ def _report_choices(out: Path | None) -> Choices | None:
 
 def _convert(settings: ConvertSettings) -> ConvertedModel:
     started = time.monotonic()
+    if not settings.list_:
+        check_options(settings)
     with ExitStack() as stack:
         interrupted = _interrupted_healing(settings.out)
         choices = _report_choices(settings.out) if interrupted is None else recorded_choices(interrupted)
@@ -193,6 +195,17 @@ def _warn_of_state(design: ModelConfig, converted: ModelConfig) -> None:
         print_warning(f"the state grows to {after / before:.1f} times the original's")
 
 
+def _say_share_of_state(rewrites: Sequence[Rewrite], design: ModelConfig, converted: ModelConfig) -> None:
+    """Print what a budget per token leaves of the whole state: windows and other layers do not grow with the text."""
+    if all(getattr(rewrite, "state_budget", None) is None for rewrite in rewrites):
+        return
+    context = design.usual_length(BUDGET_CONTEXT)
+    sizes = (size(each, context) for each in (design, converted))
+    before, after = (each.state_bytes - each.position_table_bytes for each in sizes)
+    share = f"at {context:,} tokens {after / before:.0%} of the whole state remains"
+    print_status(f"state_budget is a share of the state per token of the converted layers; {share}")
+
+
 class _ConversionJob:
     """The conversions of one call: their text, how they are healed, and what is measured.
 
@@ -201,7 +214,6 @@ class _ConversionJob:
     """
 
     def __init__(self, settings: ConvertSettings, runtime: Runtime, started: float) -> None:
-        _check(settings)
         self.settings, self.runtime = settings, runtime
         seconds = None if settings.budget is None else parse_duration(settings.budget, "--budget")
         self.budget = None if seconds is None else TimeBudget(seconds, started)
@@ -229,8 +241,9 @@ class _ConversionJob:
             from heddle.lab.search.search import check_goals, kept_layers, search_tokens
 
             self.goals = parse_goals(settings.search)
-        if self.goals and not can_report(self.source):
-            raise ConfigError("--search: needs a causal language model with a tokenizer; convert with --to instead")
+        if (self.goals or self.is_comparison) and not can_report(self.source):
+            which = "--search" if self.goals else "--sweep and --method"
+            raise ConfigError(f"{which}: needs a causal language model with a tokenizer; convert with --to instead")
         self.rows = None if out is None else interrupted_report_rows(out)
         self.choice = None if out is None else partial_folder(out) / CHOICE_FILE
         self.chosen = {} if self.choice is None else chosen_before(self.choice)
@@ -263,11 +276,7 @@ class _ConversionJob:
 
     def _check_tokens(self) -> None:
         """Raise ConfigError for all tokens that are too few at once, before any text or weight is read."""
-        settings, length, errors = self.settings, self.settings.sequence_length, []
-        step, report = (settings.heal_batch_size or HEALING_BATCH) * length, settings.report_tokens
-        if 0 < report < MIN_WINDOWS * length:
-            least = MIN_WINDOWS * length
-            errors.append(f"--report-tokens {report}: is under {MIN_WINDOWS} sequences; give at least {least}, or 0")
+        settings, length, errors = self.settings, self.settings.sequence_length, token_errors(self.settings)
         why, least = "is too few to fit matrices as wide as the model's", least_calibration(self.design, length)
         is_short = self.calibration_tokens < least and any(map(self._needs_more_text, self.variants))
         if self.goals:
@@ -277,11 +286,6 @@ class _ConversionJob:
         if is_short and settings.calibration_tokens is not None:
             errors.append(
                 f"--calibration-tokens {settings.calibration_tokens}: {why}; give --calibration-tokens {least} or more"
-            )
-        if settings.heal and settings.heal < step:
-            errors.append(
-                f"--heal {settings.heal}: is less than one step of {step:,} tokens; give more, 0 for none, or a "
-                "smaller --heal-batch-size"
             )
         if errors:
             raise ConfigError("; and ".join(errors))
@@ -298,8 +302,9 @@ class _ConversionJob:
                 return False
             return True
 
-        if any(rewrite.needs_text and rewrite.chooses_on_text for rewrite in variant.rewrites):
-            return True
+        reading = [rewrite for rewrite in variant.rewrites if rewrite.needs_text]
+        if any(rewrite.chooses_on_text for rewrite in reading):
+            return any(rewrite.fits_on_text for rewrite in reading)
         return not is_possible(self.calibration_tokens) and is_possible(least_calibration(self.design, length))
 
     def _check_variants(self) -> None:
@@ -384,6 +389,8 @@ class _ConversionJob:
     def costs(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The costs of every conversion, before and after."""
         plans = {each.name: Conversion(self.source, each.rewrites, self.text).plan().design for each in self.variants}
+        for variant in self.variants:
+            _say_share_of_state(variant.rewrites, self.design, plans[variant.name])
         limit = next(
             (n for name in LENGTH_FIELDS if (n := self.source.imported_config.get(name)) is not None), math.inf
         )
@@ -400,6 +407,7 @@ class _ConversionJob:
         if with_report:
             assert corpus is not None
             report = conversion_report(settings, self.source, corpus, self.runtime, self.rewrites)
+            check_report_text(report)
         most_tokens = 0 if corpus is None else sum(len(tokens) for tokens in corpus.train)
         steps = self.chosen.get("healing_steps") if self.healing is None or self.chooses_healing else self.healing.steps
         choice = partial_folder(out) / CHOICE_FILE
@@ -409,8 +417,7 @@ class _ConversionJob:
         write = partial(self._write, plan)
         results = None
         if conversion is None:
-            if report is None:
-                raise ConfigError("--sweep and --method: need a report on a text; convert with --to instead")
+            assert report is not None, "a comparison has a report"
             results = report_variants(self.source, self.variants, self.text, write, out, report)
         else:
             if report is not None:
@@ -421,6 +428,7 @@ class _ConversionJob:
                 raise CheckpointError(f"{out}: exists already: this conversion is finished; {AGAIN}")
             if not is_written:
                 write(conversion, out)
+                _say_share_of_state(conversion.rewrites, self.design, open_source(out).weights.design)
             others = write_baselines(baselines, write, partial_folder(out) / BASELINES_FOLDER)
             if report is not None:
                 results = report_conversion(conversion, out, report, others)
@@ -508,50 +516,6 @@ class _ConversionJob:
 def _text_of_size(tokens: int, length: int) -> CalibrationText:
     """A text without tokens: enough to plan conversions that choose nothing on a text."""
     return CalibrationText([torch.empty((-(-tokens // length), length), dtype=torch.int64, device="meta")], [])
-
-
-def _check(settings: ConvertSettings) -> None:
-    """Raise ConfigError for options that are missing or have no effect."""
-    healing = {
-        "loss": settings.heal_loss,
-        "lr": settings.heal_lr,
-        "parameters": settings.heal_parameters,
-        "batch-size": settings.heal_batch_size,
-        "stage": " ".join(settings.heal_stage) or None,
-        "baselines": "" if settings.heal_baselines else None,
-    }
-    heals = settings.heal or (settings.heal is None and settings.budget is not None)
-    for name, value in healing.items():
-        if not heals and value is not None:
-            option = f"--heal-{name} {value}".rstrip()
-            raise ConfigError(f"{option}: has no effect without healing; give --heal or --budget too")
-    if settings.heal_stage and settings.heal_loss:
-        raise ConfigError(f"--heal-loss {settings.heal_loss}: stages name their own losses; leave it out")
-    if settings.heal_baselines and not (settings.search and settings.report_tokens):
-        raise ConfigError("--heal-baselines: has no effect without --search and a report; leave it out")
-    least = {"calibration-tokens": settings.calibration_tokens, "sequence-length": settings.sequence_length}
-    least |= {
-        "heal-batch-size": settings.heal_batch_size,
-        "speed-context-length": min(settings.speed_context_length, default=1),
-    }
-    for name, value in least.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} {value}: must be at least 1")
-    if settings.heal_lr is not None and not 0 < settings.heal_lr < math.inf:
-        raise ConfigError(f"--heal-lr {settings.heal_lr}: must be a number above 0")
-    if settings.report_tokens == 0 and (settings.sweep or settings.method):
-        raise ConfigError("--report-tokens 0: a comparison needs a report; give more, or one target with --to")
-    if settings.model is None:
-        raise ConfigError("MODEL: is missing; give a run, a model folder or a transformers folder")
-    if settings.search and (settings.to or settings.sweep or settings.method):
-        raise ConfigError("--search: chooses the conversion itself; leave out --to, --sweep and --method")
-    if not settings.search and (settings.only or settings.keep or settings.second_data):
-        raise ConfigError("--only, --keep and --second-data: have no effect without --search; give a goal")
-    if not settings.to and not settings.sweep and not settings.search:
-        raise ConfigError("--to: is missing; say what to change, such as --to kv_heads=2 (--list prints the choices)")
-    if settings.method not in (None, "all"):
-        reason = "must be all; for one, give an option: --to kv_heads=2,merge=mean"
-        raise ConfigError(f"--method {settings.method}: {reason}")
 
 
 def _corpus(settings: ConvertSettings, source: ConversionSource, max_tokens: int, rows: RowProtocol | None) -> Corpus:

@@ -80,6 +80,12 @@ class ConversionReport:
     search: SearchResults | None = None
 
 
+def check_report_text(report: ConversionReport) -> None:
+    """Raise DataError if the corpus has no text to measure on."""
+    if not MeasurementText(report.corpus, report.settings).windows:
+        raise DataError(f"{report.corpus.name}: has no held-out text to measure on; give a longer text")
+
+
 def measure_conversion(models: Sequence[ModelToMeasure], report: ConversionReport, path: Path) -> ConversionResults:
     """Measure every model on the same held-out text and save the results after each.
 
@@ -88,9 +94,8 @@ def measure_conversion(models: Sequence[ModelToMeasure], report: ConversionRepor
     measure on, MachineError if the file cannot be written.
     """
     assert models[0].stage == ORIGINAL, "the first model is the one that was converted"
+    check_report_text(report)
     text = MeasurementText(report.corpus, report.settings)
-    if not text.windows:
-        raise DataError(f"{report.corpus.name}: has no held-out text to measure on; give a longer text")
     results = _new_results(text, report)
     earlier = _earlier_results(path, results)
     measured = {(model.name, model.stage, model.key): model for model in earlier.models} if earlier else {}

@@ -12,7 +12,6 @@ from heddle.lab.explore.choices import SLOTS, explorer_design, kinds_of, mistake
 from heddle.lab.explore.formulas import formulas_of, model_formulas
 from heddle.lab.pages.render import render
 from heddle.model.config import MAX_DISTINCT_LAYERS, ModelConfig
-from heddle.parts.positions.learned import LearnedConfig
 
 # Formulas of docstrings as LaTeX: `S_t = α_t S_{t−1} + k_t v_tᵀ` is read as it stands, so that it is written once.
 #
@@ -122,15 +121,15 @@ BLOCK = re.compile(r"\n\s*\n")
 CODE = re.compile(r"`([^`]+)`")
 
 
-def explorer_page(slot: str | None = None, config: ModelConfig | None = None) -> str:
+def explorer_page(slot: str | None = None, config: ModelConfig | None = None, context: int | None = None) -> str:
     """The page of a slot, or of a whole design; the same input gives the same bytes.
 
-    config: the design that is shown first.
+    config: the design that is shown first. context: the tokens that its model was trained or made for, if known.
     """
     slots = {name: kinds_of(name) for name in SLOTS}
     pages = list(SLOTS) if slot is None else [slot]
     kinds = [kind for name in pages for kind in slots[name]]
-    start = _start() if config is None else explorer_design(config) | {"tokens": _context(config), "bytes": 2}
+    start = _start() if config is None else explorer_design(config) | {"tokens": _context(config, context), "bytes": 2}
     if slot == "positions" and config is None:
         start["layers"][0]["mixer"]["position"] = {"kind": "rope"}
     if slot == "scalings" and config is None:
@@ -174,10 +173,9 @@ def _kind_data(kind: Any) -> dict[str, Any]:
     return {key: value for key, value in asdict(kind).items() if key not in ("source", "slot")}
 
 
-def _context(config: ModelConfig) -> int:
-    """The context length that the page shows first: 4096, or fewer learned positions."""
-    position = config.embedding.position
-    return min(4096, position.length) if isinstance(position, LearnedConfig) else 4096
+def _context(config: ModelConfig, context: int | None) -> int:
+    """The context length that the page shows first: of the learned positions, else the model's own, else 4096."""
+    return config.position_limit or context or 4096
 
 
 def _start() -> dict[str, Any]:
