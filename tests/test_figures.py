@@ -44,14 +44,23 @@ def test_what_computes_something_else_is_not_timed() -> None:
         harness.largest_difference("case", values | {"peer": [2.0]}, harness.EQUAL)
 
 
-def test_both_sides_of_the_tiny_training_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64; a plain model with another eps is caught."""
+@pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.nightly)])
+def test_both_sides_of_the_tiny_training_are_equal(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, in either way of heddle's steps; a plain model with another eps is caught."""
     monkeypatch.setenv("HEDDLE_MACHINE", "default")  # measuring takes longer than the test
     module = runpy.run_module("benchmarks.tiny_training")
     sides = {"heddle": module["heddle_side"], "plain": functools.partial(module["plain_side"], False)}
     design = module["load_config"]("preset:gqa-tiny", ["vocab_size=97", "layers.0.repeat=2"])
-    # Few layers, tokens and steps: compiling the layers and the rounds that choose the faster way took half a minute.
-    module["heddle_side"].__globals__.update(STEPS=2, ROWS=2, LENGTH=24, VOCABULARY=97, DESIGN=design)
+    steps = module["heddle_steps"]
+    # Few layers, tokens and steps, and one way: compiling the layers took most of the time.
+    module["heddle_side"].__globals__.update(
+        STEPS=2,
+        ROWS=2,
+        LENGTH=24,
+        VOCABULARY=97,
+        DESIGN=design,
+        heddle_steps=lambda model, _: steps(model, way == "compiled"),
+    )
     values = {name: side({"precision": "fp64"}).values() for name, side in sides.items()}
     assert harness.largest_difference("tiny", values, harness.EQUAL) is not None
     plain = module["plain_side"].__globals__["PlainModel"]

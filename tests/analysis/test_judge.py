@@ -269,18 +269,33 @@ def test_what_fails_at_the_second_size_does_not_lead(made: Path, tmp_path: Path,
     assert (verdict["verdict"], verdict["incumbent"]) == ("no clear difference", False), verdict["sentence"]
 
 
+@pytest.fixture(scope="module")
+def leading(made: Path) -> tuple[Path, dict[str, Any]]:
+    """A ledger that adopts what leads, and the verdict of an undisturbed submission."""
+    root = made / "leading"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "start_worker", Workers().start)
+        patch.setattr(evidence, "LOOK_LEADING", math.inf)
+        options = OPTIONS | BAD | {"adopt": "leading", "out": root / "ledger"}
+        judge("init", made / "good.yaml", data=[str(made / "text")], **options)
+        shutil.copytree(root / "ledger", root / "whole" / "ledger")
+        expected = submit(root / "whole" / "ledger", BETTER)
+    assert (expected["verdict"], expected["incumbent"]) == ("no clear difference", True)
+    return root / "ledger", expected
+
+
 @pytest.mark.parametrize("point", ["proposal-look0", "proposal-look2", "proposal-reference0", "fixing", "recording"])
 def test_a_killed_lead_ends_with_the_same_verdict(
-    point: str, made: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+    point: str,
+    leading: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    workers: Workers,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another run is trained only where no kill came after it."""
     monkeypatch.setattr(evidence, "LOOK_LEADING", math.inf)
-    options = OPTIONS | BAD | {"adopt": "leading", "out": tmp_path / "ledger"}
-    judge("init", made / "good.yaml", data=[str(made / "text")], **options)
-    shutil.copytree(tmp_path / "ledger", tmp_path / "whole" / "ledger")
-    expected = submit(tmp_path / "whole" / "ledger", BETTER)
-    assert (expected["verdict"], expected["incumbent"]) == ("no clear difference", True)
-    workers.ran.clear()
+    ledger, expected = leading
+    shutil.copytree(ledger, tmp_path / "ledger")
     record, start = Ledger.record, workers.start
 
     def starting(request: Path, target: Path) -> Any:

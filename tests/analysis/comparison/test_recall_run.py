@@ -15,12 +15,15 @@ from tests.analysis.comparison.runs import Workers, command, read_report
 
 @pytest.fixture
 def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = {}
-    for name in ("mqar", "parity", "s5"):
+    """In the table itself, which workers within this process have imported."""
+    for name in [*probes.RECALL_PROBES]:
+        if name not in ("mqar", "parity", "s5"):
+            monkeypatch.delitem(probes.RECALL_PROBES, name)
+            continue
         source = {"mqar": "recall:mqar,pairs=2,keys=2,length=8"}.get(name, f"recall:{name},length=8")
-        short[name] = RecallProbe(name.upper(), source, "What?", 2, batch_size=2, mixers_only=name == "mqar")
+        probe = RecallProbe(name.upper(), source, "What?", 2, batch_size=2, mixers_only=name == "mqar")
+        monkeypatch.setitem(probes.RECALL_PROBES, name, probe)
     monkeypatch.setattr(probes, "FINAL_TOKENS", 360)
-    monkeypatch.setattr(probes, "RECALL_PROBES", short)
 
 
 @pytest.mark.usefixtures("short_probes")
