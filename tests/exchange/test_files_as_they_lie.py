@@ -76,6 +76,59 @@ def test_names_that_others_changed_are_found(family: str, kind: str, tmp_path: P
     assert all(torch.equal(want[name], lazy.tensor(name)) for name in lazy.specs)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "bloom", "qwen2"])
+def test_a_tied_head_may_stand_for_the_embedding(family: str, tmp_path: Path) -> None:
+    """Programs that write shared memory once may write it under this name; transformers reads it, too."""
+
+    def head_alone(config: Fields, tensors: Tensors) -> Tensors:
+        config["tie_word_embeddings"] = True
+        embedding = tied_embedding(tensors)
+        return {"lm_head.weight": tensors.pop(embedding)} | {
+            name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"
+        }
+
+    def whole(config: Fields, tensors: Tensors) -> Tensors:
+        config["tie_word_embeddings"] = True
+        return {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+
+    variant = next(iter(CASES[family].variants))
+    folder = rewritten(family, variant, tmp_path / "head", head_alone)
+    want = load(rewritten(family, variant, tmp_path / "whole", whole)).model.state_dict()
+    got, lazy = load(folder).model.state_dict(), LazyCheckpoint(folder)
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+    assert all(torch.equal(want[name], lazy.tensor(name)) for name in lazy.specs)
+
+
+def tied_embedding(tensors: Tensors) -> str:
+    return next(
+        name for name in tensors if name.endswith((".embed_tokens.weight", ".wte.weight", ".word_embeddings.weight"))
+    )
+
+
+@pytest.mark.parametrize("name", ["model.fp16.safetensors", "pytorch_model.safetensors"])
+def test_weights_of_another_name_are_named_with_the_right_one(name: str, tmp_path: Path) -> None:
+    folder = rewritten("llama", "plain", tmp_path / "model", lambda config, tensors: tensors)
+    (folder / "model.safetensors").rename(folder / name)
+    assert f"rename {name} to model.safetensors" in refusal(folder)
+    (folder / name).rename(folder / "model.safetensors")
+    load(folder)
+
+
+def test_weights_in_mistral_s_own_names_are_not_to_be_renamed(tmp_path: Path) -> None:
+    folder = rewritten("llama", "plain", tmp_path / "model", lambda config, tensors: tensors)
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    assert "rename" not in refusal(folder)
+
+
+def test_a_cache_of_a_hub_is_named_with_its_snapshot(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    rewritten("llama", "plain", snapshot, lambda config, tensors: tensors)
+    assert str(snapshot) in refusal(tmp_path / "models--a--b")
+    load(snapshot)
+
+
 def test_two_models_in_one_file_are_named(tmp_path: Path) -> None:
     def doubled(config: Fields, tensors: Tensors) -> Tensors:
         return {f"{who}.{name}": tensor.clone() for who in ("student", "teacher") for name, tensor in tensors.items()}

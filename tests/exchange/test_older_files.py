@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,40 @@ def test_phi3_without_an_original_length_at_the_top(tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert theirs.config.rope_parameters["original_max_position_embeddings"] == 4096
     assert distance(theirs, load(folder).model) <= 1e-5
+
+
+@pytest.mark.parametrize("empty", [{}, False, []])
+@pytest.mark.parametrize("family", ["llama", "phi", "glm4"])
+def test_an_empty_scaling_leaves_the_other_table(family: str, empty: Any, tmp_path: Path) -> None:
+    def both(config: Fields, tensors: Tensors) -> Tensors:
+        config["rope_parameters"] = config["rope_parameters"] | {"rope_theta": 77.0}
+        config["rope_scaling"] = empty
+        return tensors
+
+    folder = rewritten(family, "plain", tmp_path / "both", both)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert theirs.config.rope_parameters["rope_theta"] == 77.0
+    assert distance(theirs, load(folder).model) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "field"),
+    [
+        ("llama", {"rope_scaling": "none"}, "'rope_scaling'"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'max_position_embeddings'"),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16},
+            "'original_max_position_embeddings'",
+        ),
+    ],
+)
+def test_a_scaling_that_newer_readers_take_otherwise_is_refused(family: str, fields: Fields, field: str) -> None:
+    config = read_json(saved(family, "plain")[1])
+    for name in ("max_position_embeddings", "rope_parameters"):
+        del config[name]
+    with pytest.raises(ConfigError, match=field):
+        design_from_config(config | fields, families()[family])
 
 
 def test_gptj_with_rotary_dim_null(tmp_path: Path) -> None:

@@ -328,6 +328,6 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
             unpack = "unpack them with `--dequantize bf16`, or " if is_known else "heddle does not unpack these; "
             raise ConfigError(
                 f"{source}: field '{field_name}' says the weights are quantized ({short_repr(method)});"
-                f" {unpack}import the unquantized model"
+                f" {unpack}import the unquantized model, or remove the field if the weights are plain"
             )
     return families()[model_type]

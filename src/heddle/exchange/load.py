@@ -198,7 +198,8 @@ def _check_tensor(
         remedy = "save the weights dequantized, or restore the config that says how they are quantized"
         raise CheckpointError(f"{source} is of type {dtype}, as quantized weights are; {remedy}")
     if tuple(shape) != tuple(expected := weight_map.hf_shape(rule)):
-        raise CheckpointError(f"{source} has shape {list(shape)}, the config needs {list(expected)}")
+        remedy = "restore config.json, or download the weights again"
+        raise CheckpointError(f"{source} has shape {list(shape)}, the config needs {list(expected)}; {remedy}")
 
 
 def _missing(name: str) -> str:
@@ -238,20 +239,24 @@ class TensorNames:
     """The names that a file's tensors have in a family's class, where wrappers, trainers or base classes changed them.
 
     A base class lacks the first word of its names (`LlamaModel` has `layers.0…`, its causal language model
-    `model.layers.0…`); a trainer may put words before all of them. The embedding's name shows which. Raises
-    CheckpointError where several tensors may be the embedding.
+    `model.layers.0…`); a trainer may put words before all of them. The embedding's name shows which. Of a tied model, a
+    file may hold the head in place of the embedding. Raises CheckpointError where several tensors may be the embedding.
     """
 
     def __init__(self, weight_map: WeightMap, stored_names: Iterable[str], source: str) -> None:
         rules = weight_map.rules
         others = {name: rule for name, (rule, _) in weight_map.alternatives.items()}
         self.known = {*rules, *others, *weight_map.copies, *weight_map.constants}
-        self.base = self.dropped = self.added = ""
+        self.base = self.dropped = self.added = self.head_alone = self.embedding = ""
         names = {_without_wrappers(name) for name in stored_names}
         for known in (rules, others):
             embedding = next((name for name, rule in known.items() if rule.parameters[0] == EMBEDDING), None)
             if embedding is not None and self._finds(embedding, known, names, source):
                 return
+        heads = names.intersection(HF_HEAD_WEIGHTS)
+        if len(heads) == 1 and all(rule.parameters[0] != HEAD_WEIGHT for rule in rules.values()):
+            [self.head_alone] = heads
+        self.embedding = next((name for name, rule in rules.items() if rule.parameters[0] == EMBEDDING), "")
 
     def _finds(self, embedding: str, known: Collection[str], names: Collection[str], source: str) -> bool:
         """Whether a file's names have this embedding; if so, sets how its names differ from the class's."""
@@ -280,7 +285,7 @@ class TensorNames:
         name = _without_wrappers(stored_name)
         if self.dropped and not name.startswith(self.dropped):
             return name
-        name = name.removeprefix(self.dropped)
+        name = self.embedding if name == self.head_alone else name.removeprefix(self.dropped)
         return self.added + name if self.added + name in self.known else name
 
 

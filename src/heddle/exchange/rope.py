@@ -73,14 +73,16 @@ def read_rope(
     partial_rotary_factor None: models of the family rotate all dims and ignore that field. Raises ConfigError for an
     unknown type of scaling, one that lacks a field, or a partial_rotary_factor that the family ignores.
     """
-    rope_scaling = config.optional("rope_scaling")
-    table = config.optional("rope_parameters") if rope_scaling is None else rope_scaling
+    name = "rope_scaling" if config.optional("rope_scaling") else "rope_parameters"  # an empty table is none
+    table = config.optional(name) or {}
+    if not isinstance(table, dict):
+        raise config.invalid(name, "should be a table of fields")
     theta, factor = config.get("rope_theta", theta), config.get("partial_rotary_factor", partial_rotary_factor or 1.0)
     config.unread -= {"rope_parameters", ORIGINAL_LENGTH}
     if partial_rotary_factor is None and factor != 1.0:
         raise config.invalid("partial_rotary_factor", NO_PARTIAL_ROTARY)
     factor_or_none = None if partial_rotary_factor is None else factor
-    return read_rope_table(config, table or {}, head_dim, theta, factor_or_none, original_length)
+    return read_rope_table(config, table, head_dim, theta, factor_or_none, original_length)
 
 
 def read_rope_or(config: ConfigReader, head_dim: int, theta: float, default: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def _read_scaling(config: ConfigReader, parameters: ConfigReader, original_lengt
             config.get(ORIGINAL_LENGTH, 0) or original_length or scaling["original_length"] or max_positions
         )
     if kind == "dynamic":
-        scaling |= {"kind": "ntk", "original_length": max_positions}
+        scaling |= {"kind": "ntk", "original_length": config.require("max_position_embeddings", int)}
     has_lengths = isinstance(max_positions, int) and isinstance(scaling.get("original_length"), int)
     if kind in ("longrope", "yarn") and scaling["factor"] is None and has_lengths:
         scaling["factor"] = max_positions / scaling["original_length"]
@@ -166,6 +168,8 @@ def read_ropes_by_layer_type(
     if any(table.get("truncate") is False for table in (scaling, tables, *tables.values()) if isinstance(table, dict)):
         raise config.invalid("rope_parameters", "transformers ignores 'truncate' in a layer type's table; leave it out")
     full, sliding = (ConfigReader(tables, config.source).get(kind, empty) for kind in (FULL, SLIDING))
+    if (top := config.optional(ORIGINAL_LENGTH)) is not None and (full | scaling).get(ORIGINAL_LENGTH) != top:
+        raise config.invalid(ORIGINAL_LENGTH, f"transformers reads only that of {FULL}'s table; leave this one out")
     ropes = {
         FULL: read_rope_table(config, full | scaling, head_dim, full_theta),
         SLIDING: read_rope_table(config, sliding, head_dim, sliding_theta),

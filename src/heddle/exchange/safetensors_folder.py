@@ -142,8 +142,9 @@ class SafetensorsFolder:
             remedy = "merge it into its model with peft's `merge_and_unload`, save that, and import it"
             raise CheckpointError(f"{folder}: is an adapter{base}, not a model; {remedy}")
         if not (folder / CONFIG_FILE).is_file():
-            gguf = min(folder.glob("*.gguf"), default=None)
+            gguf, snapshot = (min(folder.glob(own), default=None) for own in ("*.gguf", f"snapshots/*/{CONFIG_FILE}"))
             remedy = "name the folder of one" if gguf is None else f"name the GGUF itself, {gguf}"
+            remedy = remedy if snapshot is None else f"name the snapshot in this cache of a hub, {snapshot.parent}"
             if (folder / RUN_FILE).is_file():
                 remedy = "it is a run of heddle's, which needs no import; in Python use heddle.load"
             raise CheckpointError(f"{folder}: has no {CONFIG_FILE}, so it is not a transformers model; {remedy}")
@@ -212,7 +213,10 @@ class SafetensorsFolder:
         if shards_alone := self._shards_without_index():
             return shards_alone
         self._refuse_unsafe_formats()
-        raise CheckpointError(f"{self.folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; download the weights")
+        others = [name for name in sorted(os.listdir(self.folder)) if name.endswith(".safetensors")]
+        is_whole = len(others) == 1 and not others[0].startswith(("adapter", "consolidated"))  # Mistral's own names
+        remedy = f"rename {others[0]} to {SINGLE_FILE} if it is the whole model" if is_whole else "download the weights"
+        raise CheckpointError(f"{self.folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; {remedy}")
 
     def _existing_shards(self, shards: Mapping[str, str]) -> list[str]:
         """The shards of an index, without missing ones whose tensors are buffers or in other shards."""
