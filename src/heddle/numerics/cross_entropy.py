@@ -180,11 +180,15 @@ class TeacherOutput(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """The loss: `text_weight` · cross-entropy + `logits_weight` · divergence from the teacher, if any."""
+    """The loss: `text_weight` · cross-entropy + `logits_weight` · divergence from the teacher, if any.
+
+    once: there is one backward pass, which scales the gradients of weight and bias in place.
+    """
 
     teacher: TeacherOutput | None = None
     text_weight: float = 1.0
     logits_weight: float = 0.0
+    once: bool = False
 
 
 class LossFacts(NamedTuple):
@@ -221,18 +225,25 @@ def token_losses(hidden: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
         return torch.cat([reference(*head.apply_transform(part), target_part) for part, target_part in chunks])
 
 
-def loss_sum(hidden: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
+def loss_sum(hidden: Tensor, head: OutputHead, targets: Tensor, once: bool = False) -> Tensor:
     """Sum of the losses in nats, a scalar in at least float32, with gradients to hidden, weight and bias.
 
-    Within `torch.autocast`, products run in its dtype, sums and exponentials in float32.
+    Within `torch.autocast`, products run in its dtype, sums and exponentials in float32. once: there is one backward
+    pass, which then needs no second matrix as large as the weight; another over the same graph raises RuntimeError.
     """
     hidden, head = head.apply_transform(hidden)
     _count_flops(hidden, head)
-    return _sums(hidden, head, targets, Objective())[0]
+    return _sums(hidden, head, targets, Objective(once=once))[0]
 
 
 def distillation_sums(
-    hidden: Tensor, head: OutputHead, targets: Tensor, teacher: TeacherOutput, text_weight: float, logits_weight: float
+    hidden: Tensor,
+    head: OutputHead,
+    targets: Tensor,
+    teacher: TeacherOutput,
+    text_weight: float,
+    logits_weight: float,
+    once: bool = False,
 ) -> DistillationSums:
     """As `loss_sum`, but of `text_weight` · cross-entropy + `logits_weight` · KL(teacher ‖ model).
 
@@ -243,7 +254,7 @@ def distillation_sums(
         teacher = teacher.head.apply_transform(teacher.hidden)
     _count_flops(hidden, head)
     _count_flops(*teacher)
-    return DistillationSums(*_sums(hidden, head, targets, Objective(teacher, text_weight, logits_weight)))
+    return DistillationSums(*_sums(hidden, head, targets, Objective(teacher, text_weight, logits_weight, once)))
 
 
 def _count_flops(hidden: Tensor, head: OutputHead) -> None:
@@ -260,7 +271,7 @@ def _sums(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objectiv
 
 def reference_sums(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
     """The sums of `_WeightedSum`, by autograd. All logits exist at once."""
-    teacher, text_weight, logits_weight = objective
+    teacher, text_weight, logits_weight, _ = objective
     total = reference(hidden, head, targets).sum()
     if teacher is None:
         return (total,)
@@ -339,7 +350,7 @@ class _WeightedSum(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        step, product_dtype, scale, softcap, teacher, text_weight, logits_weight = options
+        step, product_dtype, scale, softcap, teacher, text_weight, logits_weight, once = options
         sum_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         cast_weight, cast_hidden = weight.to(product_dtype), hidden.to(product_dtype)
         totals = [torch.zeros((), dtype=sum_dtype, device=hidden.device) for _ in range(2)]
@@ -365,6 +376,7 @@ class _WeightedSum(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden_chunk)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.once = once
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         total, divergence = totals
         if teacher is None:
@@ -377,8 +389,9 @@ class _WeightedSum(torch.autograd.Function):
         grad_hidden, *other_grads = ctx.saved_tensors
         grad_loss = gradients[0]
         hidden_dtype, *dtypes = ctx.dtypes
+        scale = Tensor.mul_ if ctx.once else Tensor.mul
         pairs = zip(other_grads, dtypes, strict=True)
-        scaled_grads = (None if gradient is None else (gradient * grad_loss).to(dtype) for gradient, dtype in pairs)
+        scaled_grads = (None if gradient is None else scale(gradient, grad_loss).to(dtype) for gradient, dtype in pairs)
         return None if grad_hidden is None else grad_hidden.to(hidden_dtype) * grad_loss, *scaled_grads, None, None
 
 

@@ -329,7 +329,7 @@ class MultiTokenLosses:
             targets = self._targets[index][part.rows].reshape(-1)
             scored = np.flatnonzero(targets >= 0)
             selected, there = (to_device(torch.from_numpy(each), ahead.device) for each in (targets[scored], scored))
-            loss = loss_sum(ahead.flatten(0, 1)[there], self._model.head.output_head, selected)
+            loss = loss_sum(ahead.flatten(0, 1)[there], self._model.head.output_head, selected, once=True)
             loss = loss / max(1, self._counts[index])
             self.losses[index] += loss.detach().double()
             total = loss if total is None else total + loss
@@ -395,7 +395,7 @@ def accumulate_gradients(
                 ahead_loss = ahead.add(part, hidden, layout)
                 hidden = hidden.flatten(0, 1)[scored]
                 if taught is None:
-                    objective = loss = loss_sum(hidden, model.head.output_head, targets) / targets_in_batch
+                    objective = loss = loss_sum(hidden, model.head.output_head, targets, once=True) / targets_in_batch
                 else:
                     sums = taught.sums(hidden, model.head.output_head, targets, scored)
                     objective, loss, kl = (total / targets_in_batch for total in sums)
