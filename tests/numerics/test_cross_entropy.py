@@ -189,11 +189,11 @@ def test_one_backward_pass_needs_no_second_matrix_as_large_as_the_weight(distils
         hidden, weight = (torch.randn(count, width, generator=generator).requires_grad_() for count in (8, vocab))
         head, bias = OutputHead(weight.detach()), torch.zeros(vocab).requires_grad_()
         teacher = cross_entropy.TeacherOutput(hidden.detach().flip(0), head)
-        given = hidden, OutputHead(weight, bias), torch.randint(0, vocab, (8,), generator=generator)
+        given = hidden, OutputHead(weight, bias, once=once), torch.randint(0, vocab, (8,), generator=generator)
         if distils:
-            loss = cross_entropy.distillation_sums(*given, teacher, 0.1, 1.0, once).weighted
+            loss = cross_entropy.distillation_sums(*given, teacher, 0.1, 1.0).weighted
         else:
-            loss = cross_entropy.loss_sum(*given, once)
+            loss = cross_entropy.loss_sum(*given)
         torch.autograd.backward(loss / 7, retain_graph=retain_graph)
         return loss / 7, [hidden.grad, weight.grad, bias.grad]
 

@@ -115,12 +115,12 @@ PLANTED = {
     "mean over the wrong count": calls(
         TeacherResult.sums,
         "distillation_sums",
-        lambda sums, hidden, head, targets, output, text, logits, **once: sums(
-            hidden, head, targets, output, text / len(targets), logits, **once
+        lambda sums, hidden, head, targets, output, text, logits: sums(
+            hidden, head, targets, output, text / len(targets), logits
         ),
     ),
     "text weight forgotten": calls(
-        TeacherResult.sums, "distillation_sums", lambda sums, *inputs, **once: sums(*inputs[:4], 1.0, inputs[5], **once)
+        TeacherResult.sums, "distillation_sums", lambda sums, *inputs: sums(*inputs[:4], 1.0, inputs[5])
     ),
 }
 

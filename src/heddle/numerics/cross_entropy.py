@@ -156,7 +156,8 @@ CHUNK_MULTIPLE = DeviceSize(1, 128)  # tokens: accelerators multiply tiles of th
 class OutputHead(NamedTuple):
     """weight [vocab, width] and bias [vocab] of a head. `scale` multiplies the logits, then `softcap` bounds them.
 
-    transform: applied to the hidden states first, [N, width] -> [N, width].
+    transform: applied to the hidden states first, [N, width] -> [N, width]. once: the loss has one backward pass, which
+    needs no second matrix as large as the weight; another over the same graph raises RuntimeError.
     """
 
     weight: Tensor
@@ -164,6 +165,7 @@ class OutputHead(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
     transform: Callable[[Tensor], Tensor] | None = None
+    once: bool = False
 
     def apply_transform(self, hidden: Tensor) -> "TeacherOutput":
         """The hidden states after the transform, and the head without it."""
@@ -180,15 +182,11 @@ class TeacherOutput(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """The loss: `text_weight` · cross-entropy + `logits_weight` · divergence from the teacher, if any.
-
-    once: there is one backward pass, which scales the gradients of weight and bias in place.
-    """
+    """The loss: `text_weight` · cross-entropy + `logits_weight` · divergence from the teacher, if any."""
 
     teacher: TeacherOutput | None = None
     text_weight: float = 1.0
     logits_weight: float = 0.0
-    once: bool = False
 
 
 class LossFacts(NamedTuple):
@@ -225,25 +223,18 @@ def token_losses(hidden: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
         return torch.cat([reference(*head.apply_transform(part), target_part) for part, target_part in chunks])
 
 
-def loss_sum(hidden: Tensor, head: OutputHead, targets: Tensor, once: bool = False) -> Tensor:
+def loss_sum(hidden: Tensor, head: OutputHead, targets: Tensor) -> Tensor:
     """Sum of the losses in nats, a scalar in at least float32, with gradients to hidden, weight and bias.
 
-    Within `torch.autocast`, products run in its dtype, sums and exponentials in float32. once: there is one backward
-    pass, which then needs no second matrix as large as the weight; another over the same graph raises RuntimeError.
+    Within `torch.autocast`, products run in its dtype, sums and exponentials in float32.
     """
     hidden, head = head.apply_transform(hidden)
     _count_flops(hidden, head)
-    return _sums(hidden, head, targets, Objective(once=once))[0]
+    return _sums(hidden, head, targets, Objective())[0]
 
 
 def distillation_sums(
-    hidden: Tensor,
-    head: OutputHead,
-    targets: Tensor,
-    teacher: TeacherOutput,
-    text_weight: float,
-    logits_weight: float,
-    once: bool = False,
+    hidden: Tensor, head: OutputHead, targets: Tensor, teacher: TeacherOutput, text_weight: float, logits_weight: float
 ) -> DistillationSums:
     """As `loss_sum`, but of `text_weight` · cross-entropy + `logits_weight` · KL(teacher ‖ model).
 
@@ -254,7 +245,7 @@ def distillation_sums(
         teacher = teacher.head.apply_transform(teacher.hidden)
     _count_flops(hidden, head)
     _count_flops(*teacher)
-    return DistillationSums(*_sums(hidden, head, targets, Objective(teacher, text_weight, logits_weight, once)))
+    return DistillationSums(*_sums(hidden, head, targets, Objective(teacher, text_weight, logits_weight)))
 
 
 def _count_flops(hidden: Tensor, head: OutputHead) -> None:
@@ -271,7 +262,7 @@ def _sums(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objectiv
 
 def reference_sums(hidden: Tensor, head: OutputHead, targets: Tensor, objective: Objective) -> tuple[Tensor, ...]:
     """The sums of `_WeightedSum`, by autograd. All logits exist at once."""
-    teacher, text_weight, logits_weight, _ = objective
+    teacher, text_weight, logits_weight = objective
     total = reference(hidden, head, targets).sum()
     if teacher is None:
         return (total,)
@@ -323,7 +314,7 @@ def _weighted_sum(
     device = hidden.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     product_dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-    options = step, product_dtype, head.scale, head.softcap, *objective
+    options = step, product_dtype, head.scale, head.softcap, *objective, head.once
     sums: tuple[Tensor, ...] = _WeightedSum.apply(hidden, head.weight, head.bias, targets, options)
     return sums
 
@@ -332,7 +323,7 @@ def _log_probabilities(
     teacher: TeacherOutput, chunk: slice, product_dtype: torch.dtype, sum_dtype: torch.dtype
 ) -> Tensor:
     """Return the log-probabilities [chunk, vocab] of a teacher."""
-    weight, bias, scale, softcap, _ = teacher.head
+    weight, bias, scale, softcap = teacher.head[:4]
     logits = (teacher.hidden[chunk].to(product_dtype) @ weight.to(product_dtype).T).to(sum_dtype)
     logits = scale_and_cap(logits if bias is None else logits.add_(bias), scale, softcap)
     return logits - logits.logsumexp(1, keepdim=True)

@@ -214,11 +214,11 @@ class TeacherResult(NamedTuple):
     def sums(self, hidden: Tensor, head: OutputHead, targets: Tensor, index: Tensor | slice) -> DistillationSums:
         """Return the sums of the losses over targets [N], from a model's hidden states [N, width].
 
-        index: selects these N of the B · T positions. One backward pass may follow.
+        index: selects these N of the B · T positions.
         """
         weights = self.teacher.weights
         output = TeacherOutput(self.hidden.flatten(0, 1)[index], self.teacher.model.head.output_head)
-        return distillation_sums(hidden, head, targets, output, weights.text, weights.logits, once=True)
+        return distillation_sums(hidden, head, targets, output, weights.text, weights.logits)
 
 
 class Teacher:
