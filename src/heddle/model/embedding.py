@@ -12,6 +12,7 @@ from heddle.errors import ConfigError
 from heddle.model.config import EmbeddingConfig, HeadConfig, PerLayerConfig
 from heddle.numerics.activations import activation
 from heddle.numerics.cross_entropy import OutputHead, scale_and_cap
+from heddle.numerics.dispatch import device_type
 from heddle.numerics.linear import linear
 from heddle.numerics.norms import rounded_to_dtypes
 from heddle.numerics.random import ParameterDraws
@@ -164,7 +165,7 @@ class Embedding(SelfInitialized):
 
         `shared(layout)` is then the weight for the head.
         """
-        if self.lookup_module is None and self.weight.requires_grad and self.weight.device.type == "cpu":
+        if self.lookup_module is None and self.weight.requires_grad and device_type(self.weight) == "cpu":
             layout.cache[self] = self.weight
 
     def shared(self, layout: Layout) -> Tensor:
