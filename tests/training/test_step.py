@@ -12,6 +12,8 @@ from torch import Tensor
 
 from heddle.data.samples import Batch
 from heddle.model.decoder import Decoder, build
+from heddle.model.embedding import Embedding
+from heddle.model.load_config import load_config
 from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.kernels import kernels
 from heddle.numerics.random import RandomKey, use_random_key
@@ -20,6 +22,7 @@ from heddle.training.optimizer import Optimizer, build_optimizer
 from heddle.training.settings import OPTIMIZERS
 from heddle.training.step import BatchResult, accumulate_gradients, apply_gradients
 from tests import small
+from tests.conversion.memory import LiveStorages
 from tests.training.gradients import CONTEXT, KEY, ROWS, batch, furthest, gradients_of
 
 
@@ -231,3 +234,24 @@ def test_recomputation_in_another_thread_knows_what_was_in_force(forced: dict[st
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) == len(list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_tied_weight_has_one_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup's gradient is added to the head's in place, with the same bits as autograd's sum."""
+    layer = {"mixer": {"kind": "attention", "heads": 2}, "feedforward": {"kind": "gated", "hidden": 32}}
+    model = build(load_config({"vocab_size": 4096, "width": 512, "layers": [layer]}), seed=0).train()
+    assert model.head.tied
+    weight = 4 * 4096 * 512
+
+    def peak(parts: int) -> tuple[int, dict[str, Tensor]]:
+        with LiveStorages() as live:
+            gradients, _ = gradients_of(model, parts=parts)
+        return live.peak, gradients
+
+    saving, joined = peak(1)
+    parts = peak(4)[1]
+    monkeypatch.setattr(Embedding, "share", lambda self, layout: None)
+    usual, apart = peak(1)
+    assert usual >= 2 * weight
+    assert saving <= usual - 0.7 * weight
+    assert furthest(joined, apart) == furthest(parts, peak(4)[1]) == 0

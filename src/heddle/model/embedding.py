@@ -1,7 +1,7 @@
 """The embedding (tokens -> vectors) and the head (hidden states -> logits) of a model."""
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from heddle.errors import ConfigError
 from heddle.model.config import EmbeddingConfig, HeadConfig, PerLayerConfig
 from heddle.numerics.activations import activation
 from heddle.numerics.cross_entropy import OutputHead, scale_and_cap
+from heddle.numerics.dispatch import device_type
 from heddle.numerics.linear import linear
 from heddle.numerics.norms import rounded_to_dtypes
 from heddle.numerics.random import ParameterDraws
@@ -103,6 +104,34 @@ class TokenTypes(SelfInitialized):
         return x + functional.embedding(types, self.weight)
 
 
+class RowsAndWeight(torch.autograd.Function):
+    """tokens int64 [B, T], weight [vocab, width] -> its rows [B, T, width], and the weight, for a head.
+
+    The backward pass adds the gradient of the rows to the head's, in place: the same sums as autograd's, which has the
+    rows' gradient as large as the whole weight. Nothing else may hold the head's gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tokens)
+        ctx.set_materialize_grads(False)
+        ctx.shape = weight.shape
+        return functional.embedding(tokens, weight), weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None]:
+        (tokens,), (rows, total) = ctx.saved_tensors, gradients
+        if rows is None:
+            return None, total
+        used, tokens = tokens.unique(return_inverse=True)
+        if total is None:
+            total = rows.new_zeros(ctx.shape)
+        with torch.enable_grad():
+            selected = rows.new_zeros(len(used), ctx.shape[1]).requires_grad_()
+            (gradient,) = torch.autograd.grad(functional.embedding(tokens, selected), selected, rows)
+        return None, total.index_add_(0, used, gradient)
+
+
 class Embedding(SelfInitialized):
     """Token embeddings, scaled, with token types and absolute positions added, and optionally normalized.
 
@@ -131,6 +160,19 @@ class Embedding(SelfInitialized):
         """Draw the weight from normal(0, std)."""
         fill_normal(self.weight, std, draws("weight"))
 
+    def share(self, layout: Layout) -> None:
+        """Let lookups with this layout, in one step of a training on a CPU, share a gradient with a tied head.
+
+        `shared(layout)` is then the weight for the head.
+        """
+        if self.lookup_module is None and self.weight.requires_grad and device_type(self.weight) == "cpu":
+            layout.cache[self] = self.weight
+
+    def shared(self, layout: Layout) -> Tensor:
+        """The weight, or after `share` and a lookup what stands for it in this layout's graph."""
+        weight: Tensor = layout.cache.pop(self, self.weight)
+        return weight
+
     def forward(self, tokens: Tensor, layout: Layout | None = None) -> Tensor:
         """tokens int64 [B, T] -> [B, T, width]. Vectors [B, T, width] may replace tokens.
 
@@ -138,8 +180,11 @@ class Embedding(SelfInitialized):
         or padding. Raises ConfigError for token types of a layout that the design does not have.
         """
         x: Tensor
+        shared = None if layout is None else layout.cache.get(self)
         if tokens.is_floating_point():
             x = tokens
+        elif layout is not None and shared is not None:
+            x, layout.cache[self] = RowsAndWeight.apply(tokens, shared)
         else:
             x = functional.embedding(tokens, self.weight) if self.lookup_module is None else self.lookup_module(tokens)
         if layout is None:

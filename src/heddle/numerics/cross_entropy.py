@@ -156,7 +156,8 @@ CHUNK_MULTIPLE = DeviceSize(1, 128)  # tokens: accelerators multiply tiles of th
 class OutputHead(NamedTuple):
     """weight [vocab, width] and bias [vocab] of a head. `scale` multiplies the logits, then `softcap` bounds them.
 
-    transform: applied to the hidden states first, [N, width] -> [N, width].
+    transform: applied to the hidden states first, [N, width] -> [N, width]. once: the loss has one backward pass, which
+    needs no second matrix as large as the weight; another over the same graph raises RuntimeError.
     """
 
     weight: Tensor
@@ -164,6 +165,7 @@ class OutputHead(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
     transform: Callable[[Tensor], Tensor] | None = None
+    once: bool = False
 
     def apply_transform(self, hidden: Tensor) -> "TeacherOutput":
         """The hidden states after the transform, and the head without it."""
@@ -312,7 +314,7 @@ def _weighted_sum(
     device = hidden.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     product_dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-    options = step, product_dtype, head.scale, head.softcap, *objective
+    options = step, product_dtype, head.scale, head.softcap, *objective, head.once
     sums: tuple[Tensor, ...] = _WeightedSum.apply(hidden, head.weight, head.bias, targets, options)
     return sums
 
@@ -321,7 +323,7 @@ def _log_probabilities(
     teacher: TeacherOutput, chunk: slice, product_dtype: torch.dtype, sum_dtype: torch.dtype
 ) -> Tensor:
     """Return the log-probabilities [chunk, vocab] of a teacher."""
-    weight, bias, scale, softcap, _ = teacher.head
+    weight, bias, scale, softcap = teacher.head[:4]
     logits = (teacher.hidden[chunk].to(product_dtype) @ weight.to(product_dtype).T).to(sum_dtype)
     logits = scale_and_cap(logits if bias is None else logits.add_(bias), scale, softcap)
     return logits - logits.logsumexp(1, keepdim=True)
@@ -339,7 +341,7 @@ class _WeightedSum(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        step, product_dtype, scale, softcap, teacher, text_weight, logits_weight = options
+        step, product_dtype, scale, softcap, teacher, text_weight, logits_weight, once = options
         sum_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         cast_weight, cast_hidden = weight.to(product_dtype), hidden.to(product_dtype)
         totals = [torch.zeros((), dtype=sum_dtype, device=hidden.device) for _ in range(2)]
@@ -365,6 +367,7 @@ class _WeightedSum(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden_chunk)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.once = once
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         total, divergence = totals
         if teacher is None:
@@ -377,8 +380,9 @@ class _WeightedSum(torch.autograd.Function):
         grad_hidden, *other_grads = ctx.saved_tensors
         grad_loss = gradients[0]
         hidden_dtype, *dtypes = ctx.dtypes
+        scale = Tensor.mul_ if ctx.once else Tensor.mul
         pairs = zip(other_grads, dtypes, strict=True)
-        scaled_grads = (None if gradient is None else (gradient * grad_loss).to(dtype) for gradient, dtype in pairs)
+        scaled_grads = (None if gradient is None else scale(gradient, grad_loss).to(dtype) for gradient, dtype in pairs)
         return None if grad_hidden is None else grad_hidden.to(hidden_dtype) * grad_loss, *scaled_grads, None, None
 
 

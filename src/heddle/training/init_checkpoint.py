@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,6 @@ class InitCheckpoint:
 
     contents: FolderContents
     config: ModelConfig
-    tokenizer: Tokenizer | None
     documents: dict[str, str]
     weights_sha256: str
 
@@ -51,6 +51,11 @@ class InitCheckpoint:
     def folder(self) -> Path:
         """Return the folder it was read from."""
         return self.contents.folder
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Return its tokenizer, None if it has none. Read when first needed: a large one takes 0.2 GB."""
+        return Tokenizer.from_files(self.contents.documents)
 
     def resolve_config(self, design: str | dict[str, Any] | None, overrides: Sequence[str]) -> ModelConfig:
         """Return the checkpoint's design with overrides applied.
@@ -107,9 +112,8 @@ def open_init_checkpoint(folder: Path, ranks: Ranks = ONE_PROCESS) -> InitCheckp
     """
     contents = read_folder(find_model_folder(folder, ranks))
     config = load_config(read_config(contents))
-    tokenizer = Tokenizer.from_files(contents.documents)
     documents = {name: text for name, text in contents.documents.items() if name not in OWN_FILES}
-    return InitCheckpoint(contents, config, tokenizer, documents, tensors_sha256(contents, WEIGHTS_FILE))
+    return InitCheckpoint(contents, config, documents, tensors_sha256(contents, WEIGHTS_FILE))
 
 
 def model_rows(folder: Path, tokenizer: Tokenizer | None) -> RowProtocol:

@@ -324,12 +324,13 @@ class MultiTokenLosses:
         if not self._targets:
             return None
         total: Tensor | None = None
+        head = self._model.head.output_head._replace(once=True)
         predicted = self._model.predict_ahead(hidden, part.tokens[:, :-1], layout)
         for index, (ahead, _) in enumerate(predicted):
             targets = self._targets[index][part.rows].reshape(-1)
             scored = np.flatnonzero(targets >= 0)
             selected, there = (to_device(torch.from_numpy(each), ahead.device) for each in (targets[scored], scored))
-            loss = loss_sum(ahead.flatten(0, 1)[there], self._model.head.output_head, selected)
+            loss = loss_sum(ahead.flatten(0, 1)[there], head, selected)
             loss = loss / max(1, self._counts[index])
             self.losses[index] += loss.detach().double()
             total = loss if total is None else total + loss
@@ -391,13 +392,19 @@ def accumulate_gradients(
             ):
                 if part.encoder is not None:
                     layout = layout.with_encoder_output(model.encode(*part.encoder))
+                shares = model.head.tied and batch.ranks.count == 1 and not len(model.multi_token)
+                if shares:
+                    model.embed.share(layout)
                 hidden, _ = model(tokens[:, :-1], layout)
+                head = model.head.output_head._replace(once=True)
+                if shares:
+                    head = head._replace(weight=model.embed.shared(layout))
                 ahead_loss = ahead.add(part, hidden, layout)
                 hidden = hidden.flatten(0, 1)[scored]
                 if taught is None:
-                    objective = loss = loss_sum(hidden, model.head.output_head, targets) / targets_in_batch
+                    objective = loss = loss_sum(hidden, head, targets) / targets_in_batch
                 else:
-                    sums = taught.sums(hidden, model.head.output_head, targets, scored)
+                    sums = taught.sums(hidden, head, targets, scored)
                     objective, loss, kl = (total / targets_in_batch for total in sums)
                     divergence += kl.double()
                     layer_error += taught.layer_error
