@@ -251,6 +251,19 @@ def in_bfloat16(result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     return y, state.bfloat16().float() if state is not None and state.dtype == torch.float32 else state
 
 
+def with_two_bits(x: Tensor) -> Tensor:
+    """Numbers of bfloat16 rounded to two bits behind the point."""
+    return x.to(torch.float8_e5m2).to(x.dtype) if x.dtype == torch.bfloat16 else x
+
+
+def last_not_moved(rotate: Any, x: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> Tensor:
+    """In bfloat16 the last of several tokens gets the angles of the one before."""
+    if x.dtype != torch.bfloat16 or x.shape[2] == 1:
+        return rotate(x, cos, sin, *rest)
+    cos, sin = (torch.cat((table[..., :-1, :], table[..., -2:-1, :]), dim=-2) for table in (cos, sin))
+    return rotate(x, cos, sin, *rest)
+
+
 def norm_of_the_sum(block: Sandwich, stream: Tensor, branches: Any) -> Tensor:
     for name, branch in branches.items():
         stream = block.after[name](stream + block.drops[name](branch(block.norms[name](stream))))
@@ -657,6 +670,10 @@ BUGS = [
     # Rotations
     Bug("rotary angles computed in the model's bfloat16", "low_precision", "rope-half",
         calls(rotary_table, "angle_dtype", lambda angle_dtype, dtype: dtype)),
+    Bug("one rotated head with two bits behind the point", "low_precision", "rope-partial",
+        result(apply_rotary, lambda heads: torch.cat((with_two_bits(heads[:, :1]), heads[:, 1:]), dim=1))),
+    Bug("the last token rotated like the one before in bfloat16", "low_precision", "rope-partial",
+        wrapped(apply_rotary, last_not_moved)),
     Bug("positions of decoded tokens counted in float16", "low_precision_state", "attention-gqa",
         result(PositionTable.next_layout, lambda layout: replace(layout, positions=layout.positions.half().long()))),
     Bug("positions of decoded tokens that wrap around after 256", "low_precision_state", "alibi",

@@ -34,6 +34,10 @@ FLOAT32_BOUND = 1e-10  # mean square error relative to the mean square of the ou
 FLOAT32_ANGLES_BOUND = 1e-9  # where angles are float32, as in transformers: one of 3,000 is rounded by 1e-4
 BFLOAT16_BOUND = 1e-2
 AMPLIFIED_TEXTS = 4  # over which errors are averaged where one rounding changes much
+BRANCHES = ("mixer", "feedforward")
+TEXTS = 5  # on which a part is computed alone
+PART_BOUND, PART_FACTOR = 1e-4, 4.0  # at a typical token, and of the error of rounded modules
+TOKEN_BOUND = 5e-3
 FAR = 3000  # a position above 2048, to which float16 is exact
 CHUNKS, STEPS = (300, 212), 32  # how a long text is read
 FACTOR = 2.5  # of the error in one call; kernels of one token and of many differ by up to 1.6
@@ -48,7 +52,8 @@ def low_precision(config: ModelConfig) -> None:
 
     Experts are routed, and indexers select keys, as in float64: where two experts or keys are nearly equal, rounding
     would choose between different functions. A design that amplifies rounding may have twice the error of a float64
-    model whose modules read and return rounded numbers, on average over several texts.
+    model whose modules read and return rounded numbers, on average over several texts. In bfloat16 each mixer and
+    feed-forward is also compared alone, since the stream and the mean hide what one head or one token does.
     """
     exact = model_under_test(config, torch.bfloat16).to(torch.float64)  # every dtype can hold its parameters
     starts = (0,) if config.embedding.position is not None else (0, 3000)
@@ -67,6 +72,32 @@ def low_precision(config: ModelConfig) -> None:
                 if not error <= bound:
                     what = f"{dtype}".removeprefix("torch.") + f" from position {start}, {how}"
                     raise LawViolation(f"{what}: the relative mean square error is {error:.1e}, more than {bound:.0e}")
+        _check_parts(exact, copy.deepcopy(exact).to(torch.bfloat16), layout)
+
+
+def _check_parts(exact: Decoder, narrow: Decoder, layout: Layout) -> None:
+    """Refuse a part whose rounding is too large at a typical token of several texts, or at one token of most texts."""
+    parts = {(index, name): getattr(layer, name) for index, layer in enumerate(exact.layers) for name in BRANCHES}
+    names = [f"layers.{index}.{name}" for (index, name), part in parts.items() if part is not None]
+    tokens = random_tokens(exact.config, TEXTS, layout.length)
+    layout = Layout.causal(TEXTS, layout.length, start=layout.start)
+    with torch.no_grad(), _record_choices(exact) as choices, _recorded(exact, names) as pinned:
+        forward(exact, tokens, layout)
+    with torch.no_grad(), _replay_choices(narrow, choices), _pinned(narrow, pinned) as outputs:
+        forward(narrow, tokens, layout)
+    rounding = _rounded_outputs(exact, torch.bfloat16)
+    with torch.no_grad(), rounding, _replay_choices(exact, choices), _pinned(exact, pinned) as rounded:
+        forward(exact, tokens, layout)
+    for name, (_, want) in pinned.items():
+        errors, least = (_token_errors(torch.cat(own[name], 1), want) for own in (outputs, rounded))
+        typical, bound = _typical(errors), max(PART_BOUND, PART_FACTOR * _typical(least))
+        worst = float(errors.amax(1).median())
+        if not (typical <= bound and worst <= TOKEN_BOUND):
+            raise LawViolation(
+                f"bfloat16 from position {layout.start}, {name} alone: the relative square error is {typical:.1e} at a "
+                f"typical token, which may be {bound:.0e}, and {worst:.1e} at the worst of a text, which may be "
+                f"{TOKEN_BOUND:.0e}"
+            )
 
 
 def _rounding_errors(
@@ -193,7 +224,8 @@ def low_precision_state(config: ModelConfig) -> None:
         for token in range(read, length):
             _, state = forward_with_state(narrow, state, tokens[:, token : token + 1])
     for name, (_, want) in pinned.items():
-        in_one_call, by_steps = (_typical_error(torch.cat(own[name], 1), want) for own in (whole, decoded))
+        last = (torch.cat(own[name], 1)[:, -STEPS:] for own in (whole, decoded))
+        in_one_call, by_steps = (_typical(_token_errors(own, want[:, -STEPS:])) for own in last)
         bound = min(LONG_BOUND, FACTOR * max(in_one_call, LEAST_ERROR))
         if not by_steps <= bound:
             raise LawViolation(
@@ -264,14 +296,15 @@ def _pinned(model: Decoder, pinned: Pinned, start: int = 0) -> Iterator[dict[str
         handle.remove()
 
 
-def _typical_error(got: Tensor, want: Tensor) -> float:
-    """The geometric mean, over the last tokens, of the square error relative to the mean square of the output.
-
-    A mean would be that of the few tokens at which a norm magnifies rounding.
-    """
-    got, want = (x[:, -STEPS:].flatten(2).double() for x in (got, want))
+def _token_errors(got: Tensor, want: Tensor) -> Tensor:
+    """The square error at each token, relative to the mean square of the output."""
+    got, want = (x.flatten(2).double() for x in (got, want))
     scale = want.square().mean().clamp(min=torch.finfo(torch.float64).tiny)
-    errors: Tensor = (got - want).square().mean(-1) / scale
+    return (got - want).square().mean(-1) / scale
+
+
+def _typical(errors: Tensor) -> float:
+    """Their geometric mean. A mean would be that of the few tokens at which a norm magnifies rounding."""
     return float(errors.clamp(min=LEAST_ERROR).log().mean().exp())
 
 
