@@ -103,6 +103,7 @@ from heddle.numerics.recurrent.general_delta import _solved as general_solved
 from heddle.numerics.recurrent.general_delta import _step as general_step
 from heddle.numerics.recurrent.linear_attention import _both_directions, softmax_over_tokens
 from heddle.numerics.recurrent.selective_scan import _by_halves, _stretch
+from heddle.numerics.recurrent.selective_scan import _diagonal_step as diagonal_step
 from heddle.numerics.recurrent.selective_scan import _step as scan_step
 from heddle.numerics.recurrent.ssd import _chunked as ssd_chunked
 from heddle.numerics.recurrent.ssd import _step as ssd_step
@@ -118,10 +119,13 @@ from heddle.parts.mixers.compressed_attention import CompressedAttention
 from heddle.parts.mixers.cross_attention import CrossAttention, _full_mask
 from heddle.parts.mixers.differential_attention import DifferentialAttention
 from heddle.parts.mixers.latent_attention import LatentAttention
+from heddle.parts.mixers.linear_attention import LinearAttention
 from heddle.parts.mixers.mamba import Mamba
 from heddle.parts.mixers.mamba2 import Mamba2
 from heddle.parts.mixers.pair import Pair, _larger
 from heddle.parts.mixers.path_attention import PathAttention
+from heddle.parts.mixers.retention import Retention
+from heddle.parts.mixers.rg_lru import RGLRU
 from heddle.parts.mixers.rwkv7 import RWKV7
 from heddle.parts.mixers.short_conv import ShortConv
 from heddle.parts.modules.blocks import BlockCache, _call_blocks, block_mask, extend_blocks, finished_blocks
@@ -237,6 +241,27 @@ def scaled_at_random(init: Any, embedding: Embedding, std: float, draws: Paramet
 def own_token_left_out(run: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     y, state = run(q, k, v, *rest)
     return y - (q * k).sum(-1, keepdim=True) * v, state
+
+
+def in_bfloat16(result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """An output, and a float32 state with the bits of bfloat16."""
+    y, state = result
+    if isinstance(state, MixerState):
+        return y, state.map(lambda _, tensor: in_bfloat16((y, tensor))[1])
+    return y, state.bfloat16().float() if state is not None and state.dtype == torch.float32 else state
+
+
+def with_two_bits(x: Tensor) -> Tensor:
+    """Numbers of bfloat16 rounded to two bits behind the point."""
+    return x.to(torch.float8_e5m2).to(x.dtype) if x.dtype == torch.bfloat16 else x
+
+
+def last_not_moved(rotate: Any, x: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> Tensor:
+    """In bfloat16 the last of several tokens gets the angles of the one before."""
+    if x.dtype != torch.bfloat16 or x.shape[2] == 1:
+        return rotate(x, cos, sin, *rest)
+    cos, sin = (torch.cat((table[..., :-1, :], table[..., -2:-1, :]), dim=-2) for table in (cos, sin))
+    return rotate(x, cos, sin, *rest)
 
 
 def norm_of_the_sum(block: Sandwich, stream: Tensor, branches: Any) -> Tensor:
@@ -645,6 +670,14 @@ BUGS = [
     # Rotations
     Bug("rotary angles computed in the model's bfloat16", "low_precision", "rope-half",
         calls(rotary_table, "angle_dtype", lambda angle_dtype, dtype: dtype)),
+    Bug("one rotated head with two bits behind the point", "low_precision", "rope-partial",
+        result(apply_rotary, lambda heads: torch.cat((with_two_bits(heads[:, :1]), heads[:, 1:]), dim=1))),
+    Bug("the last token rotated like the one before in bfloat16", "low_precision", "rope-partial",
+        wrapped(apply_rotary, last_not_moved)),
+    Bug("positions of decoded tokens counted in float16", "low_precision_state", "attention-gqa",
+        result(PositionTable.next_layout, lambda layout: replace(layout, positions=layout.positions.half().long()))),
+    Bug("positions of decoded tokens that wrap around after 256", "low_precision_state", "alibi",
+        result(PositionTable.next_layout, lambda layout: replace(layout, positions=layout.positions % 256))),
     Bug("rotary frequencies in a buffer that a dtype conversion rounds", "dtype_round_trip", "rope-half",
         wrapped(Rope._inv_freq, in_a_buffer)),
     Bug("a rotary table of one layout used with pairs of the other", "rotary_invariants", "rope-half",
@@ -968,6 +1001,15 @@ BUGS = [
         wrapped(_token_counts, lambda count, layout, *rest: count(layout._replace(cumulative_tokens=None), *rest))),
     Bug("keys and values summed in half precision", "low_precision", "linear-attention-elu",
         result(_split_chunks, lambda chunks: chunks.half().to(chunks.dtype))),
+    Bug("a state in the model's bfloat16", "low_precision_state", "rg-lru",
+        calls(RGLRU._recurrence, "ConvRecurrentState", lambda make, h, conv, *, v: make(h.to(v.dtype), conv))),
+    Bug("a state rounded to bfloat16 by each step", "low_precision_state", "rg-lru-own-width",
+        result(diagonal_step, in_bfloat16)),
+    Bug("a state that soon forgets how it was rounded", "low_precision_state", "mamba2", result(ssd_step, in_bfloat16)),
+    Bug("a state rounded to bfloat16 after each call", "low_precision_state", "retention-plain",
+        result(Retention._retain, in_bfloat16)),
+    Bug("a sum of weights in bfloat16", "low_precision_state", "linear-attention-rope",
+        calls(LinearAttention._sums, "causal_sums", lambda sums, *arguments: in_bfloat16(sums(*arguments)), nth=1)),
     Bug("documents summed together", "document_isolation", "linear-attention-elu",
         operator(decay_weights, ast.Eq, ast.GtE, nth=0)),
     Bug("a recurrent state carried into the next document", "chunked_ragged_batch", "retention-plain",

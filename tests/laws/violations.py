@@ -9,7 +9,8 @@ OPTIONS = "options_have_effect"  # takes as long as all others, since it builds 
 OTHERS = [name for name in LAWS if name != OPTIONS]
 # What these look at is one part at a time, whatever stands beside it.
 OF_ONE_PART = [
-    "kernel_equivalence", "low_precision", "extreme_inputs", "bfloat16_kernels", "finite_differences",
+    "kernel_equivalence", "low_precision", "low_precision_state", "extreme_inputs", "bfloat16_kernels",
+    "finite_differences",
     "rotary_invariants", "coordinate_shift_invariance", "dtype_round_trip",
     "residual_identity", "drop_path_rates", "drop_path_scaling",
     "expert_permutation", "token_permutation", "top_k_routing", "idle_experts", "routing_ties", "load_balancing",

@@ -1,14 +1,11 @@
-"""Kernels: each equals its reference in values and gradients, and low precision stays within its error bound."""
+"""Kernels: each equals its reference in values and gradients, in bfloat16 within its error bound."""
 
-import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heddle.errors import ConfigError
 from heddle.laws.harness import (
@@ -31,22 +28,15 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
-from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.cross_entropy import loss_sum
 from heddle.numerics.dispatch import Kernel, KernelCall, record_calls, record_choices
 from heddle.numerics.kernels import OPERATIONS, kernels
 from heddle.parts.layout import Layout
-from heddle.parts.modules.indexer import KeySelector
-from heddle.parts.positions import Rotation
 from heddle.torch_private import tree_leaves, tree_map
 
 REFERENCE = {name: operation.kernels[-1].name for name, operation in OPERATIONS.items()}
 OF_TOKENS = {"linear", "rms_norm", "layer_norm", "swiglu"}  # compute each token alone
 LAYOUTS = ("padded rows", "packed documents")
-FLOAT32_BOUND = 1e-10  # mean square error relative to the mean square of the output
-FLOAT32_ANGLES_BOUND = 1e-9  # where angles are float32, as in transformers: one of 3,000 is rounded by 1e-4
-BFLOAT16_BOUND = 1e-2
-AMPLIFIED_TEXTS = 4  # over which errors are averaged where one rounding changes much
 
 Run = Callable[[], tuple[Tensor, Gradients]]
 
@@ -135,122 +125,6 @@ def _loss_run(model: Decoder, tokens: Tensor) -> Run:
         return grads.pop("states"), grads | {"loss": loss.detach()}
 
     return run
-
-
-def low_precision(config: ModelConfig) -> None:
-    """Outputs in float32 and bfloat16, also token by token and far from position 0, stay close to float64.
-
-    Experts are routed, and indexers select keys, as in float64: where two experts or keys are nearly equal, rounding
-    would choose between different functions. A design that amplifies rounding may have twice the error of a float64
-    model whose modules read and return rounded numbers, on average over several texts.
-    """
-    exact = model_under_test(config, torch.bfloat16).to(torch.float64)  # every dtype can hold its parameters
-    starts = (0,) if config.embedding.position is not None else (0, 3000)
-    for start in starts:
-        layout = Layout.causal(1, 12, start=start)
-        float32_bound = FLOAT32_ANGLES_BOUND if start and _has_float32_angles(exact) else FLOAT32_BOUND
-        for dtype, bound in ((torch.float32, float32_bound), (torch.bfloat16, BFLOAT16_BOUND)):
-            model = copy.deepcopy(exact).to(dtype)
-            errors = _rounding_errors(exact, model, random_tokens(config, 1, 12), layout)
-            if max(errors) > bound:
-                texts = [random_tokens(config, 1, 12, seed) for seed in range(AMPLIFIED_TEXTS)]
-                several = [_rounding_errors(exact, model, text, layout, dtype) for text in texts]
-                *errors, rounded = (sum(column) / len(texts) for column in zip(*several, strict=True))
-                bound = max(bound, 2 * rounded)
-            for how, error in zip(("one call", "with a state"), errors, strict=False):
-                if not error <= bound:
-                    what = f"{dtype}".removeprefix("torch.") + f" from position {start}, {how}"
-                    raise LawViolation(f"{what}: the relative mean square error is {error:.1e}, more than {bound:.0e}")
-
-
-def _rounding_errors(
-    exact: Decoder, model: Decoder, tokens: Tensor, layout: Layout, dtype: torch.dtype | None = None
-) -> list[float]:
-    """The errors in one call and, for a causal model, with a state; with a dtype, also of `_rounded_outputs`, last."""
-    with torch.no_grad(), _record_choices(exact) as choices:
-        want = forward(exact, tokens, layout)
-    with torch.no_grad(), _replay_choices(model, choices):
-        found = [_error(forward(model, tokens, layout), want)]
-    if model.causal:
-        with torch.no_grad(), _replay_choices(model, choices):
-            found.append(_error(forward_in_chunks(model, tokens, [4] + [1] * 8, 12, layout)[0], want))
-    if dtype is not None:
-        with torch.no_grad(), _replay_choices(exact, choices), _rounded_outputs(exact, dtype):
-            found.append(_error(forward(exact, tokens, layout), want))
-    return found
-
-
-def _has_float32_angles(model: Decoder) -> bool:
-    return any(isinstance(module, Rotation) and not module.float64_angles for module in model.modules())
-
-
-def _choosers(model: Decoder) -> list[nn.Module]:
-    """Routers, and what selects keys."""
-    routers = [part.expert_info.router for part in feedforwards(model) if part.expert_info is not None]
-    return [*routers, *(module for module in model.modules() if isinstance(module, KeySelector))]
-
-
-@contextmanager
-def _record_choices(model: Decoder) -> Iterator[dict[int, Any]]:
-    """Collect the output of each router, and each selection of keys, within the block, in one call."""
-    outputs: dict[int, Any] = {}
-    choosers = _choosers(model)
-
-    def keep(chooser: nn.Module, _: object, own: Any) -> None:
-        outputs[choosers.index(chooser)] = own
-
-    handles = [chooser.register_forward_hook(keep) for chooser in choosers]
-    yield outputs
-    for handle in handles:
-        handle.remove()
-
-
-@contextmanager
-def _replay_choices(model: Decoder, outputs: dict[int, Any]) -> Iterator[None]:
-    """Within the block, the recorded choices are made again, for any chunks of the same tokens in one document."""
-    choosers, consumed = _choosers(model), [0] * len(outputs)
-
-    def repeat(chooser: nn.Module, _: object, own: Any) -> Any:
-        index = choosers.index(chooser)
-        if isinstance(own, AttentionMask):
-            return _reselected(own, outputs[index])
-        start = consumed[index]
-        consumed[index] += own.shape[1]
-        return outputs[index][:, start : consumed[index]].to(own)
-
-    handles = [chooser.register_forward_hook(repeat) for chooser in choosers]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-def _reselected(own: AttentionMask, recorded: AttentionMask) -> AttentionMask:
-    """A mask of some of the queries and keys of a recorded one, with its selection."""
-    if own.selected is None or recorded.selected is None:
-        return own
-    pairs = ((own.q_positions, recorded.q_positions), (own.k_positions, recorded.k_positions))
-    rows, keys = ((mine[0][:, None] == theirs[0]).int().argmax(1) for mine, theirs in pairs)
-    return replace(own, selected=recorded.selected[:, :, rows][..., keys])
-
-
-@contextmanager
-def _rounded_outputs(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
-    """Within the block, what each module without submodules reads and returns is rounded to `dtype`."""
-
-    def rounded(x: object) -> object:
-        return x.to(dtype).to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    parts = [part for part in model.modules() if not list(part.children())]
-    handles = [part.register_forward_hook(lambda _module, _inputs, output: rounded(output)) for part in parts]
-    handles += [part.register_forward_pre_hook(lambda _module, inputs: tuple(map(rounded, inputs))) for part in parts]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-def _error(got: Tensor, want: Tensor) -> float:
-    """Mean square error relative to the mean square of the output."""
-    return float((got.double() - want).square().mean() / want.square().mean())
 
 
 HUGE = 1e4  # factor of the embeddings
