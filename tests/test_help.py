@@ -54,4 +54,4 @@ def test_help_prints_and_starts_nothing(
 
 
 def test_the_programs_are_found() -> None:
-    assert {"tests/covering.py", "tests/golden_runs.py", "tools/package.py", "tools/rank_laws.py"} <= set(PROGRAMS)
+    assert {"tests/covering.py", "tests/golden_runs.py", "tools/package.py", "tools/make_docs.py"} <= set(PROGRAMS)

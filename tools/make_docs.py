@@ -6,6 +6,7 @@ It also needs the packages of the tests, whose cases and planted bugs it lists. 
 the committed pages are up to date. Pages list names, not totals: a total would change with every new test.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -415,4 +416,5 @@ def kernel_blocks() -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -109,7 +109,7 @@ def _print_layers(console: "Console", facts: dict[str, Any]) -> None:
     length, rows = facts["contexts"][0]["context_length"], facts["batch_size"]
     for name in (
         "parameters of each",
-        f"state of each at {length:,}{f', batch {rows}' * (rows > 1)}, {facts['dtype']}",
+        f"state of each\nat {length:,}{f', batch {rows}' * (rows > 1)}, {facts['dtype']}",
     ):
         table.add_column(name, justify="right")
     for stack in ("encoder", "layers", "multi_token"):
