@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.accelerator import budget_rows as calls
 from tests.accelerator.budgets import count
 from tests.accelerator.pretend import DEVICE, on_device, pretending, values_of
 from tests.accelerator.test_attention import moved, pretended
+from tests.cases import in_turn
 from tests.laws import planting
 from tests.numerics.test_attention import CASES, Shape, draw, options, tail
 
@@ -101,9 +103,14 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [NARROW, WIDE])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("modified", MODIFIERS)
+EACH_CALL = [
+    (*call, dtype)
+    for number, call in enumerate(product(MODIFIERS, LAYOUTS))
+    for dtype in ((NARROW, WIDE) if number % 2 else (WIDE, NARROW))
+]  # by day in one dtype, in the night in the other, too
+
+
+@pytest.mark.parametrize(("modified", "layout", "dtype"), in_turn(EACH_CALL, turn=0, turns=2))
 def test_no_tensor_of_t_by_s_elements(
     modified: str, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,9 +224,14 @@ def round_trip_texts(backend: BackendTokenizer) -> Iterator[str]:
         "\u3000\u00a0\u200b\u2028",
     )
     yield "".join(map(chr, range(0x800)))
-    generator = random.Random(0)
-    for _ in range(64):
-        code_points = (generator.randrange(0x110000 - 0x800) for _ in range(64))
-        yield "".join(chr(point if point < 0xD800 else point + 0x800) for point in code_points)
+    yield from _random_texts()
     for token in list(backend.get_added_tokens_decoder().values())[:2000]:
         yield f"x {token.content} y{token.content}"
+
+
+@cache
+def _random_texts() -> list[str]:
+    """Texts of code points that are drawn from all of Unicode, the same in every process."""
+    generator = random.Random(0)
+    drawn = ((generator.randrange(0x110000 - 0x800) for _ in range(64)) for _ in range(64))
+    return ["".join(chr(point if point < 0xD800 else point + 0x800) for point in points) for points in drawn]

@@ -42,6 +42,7 @@ COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generati
 MIN_VOCAB_SIZE = 257  # the 256 bytes and the end token
 MAX_VOCAB_SIZE = 2**20  # the trainer allocates memory for this many tokens before it reads the text
 _MAX_FILE_BYTES = 256 * 1024 * 1024
+_CHECKED: set[str] = set()  # hashes of native tokenizers that were seen to round-trip; runs load one many times
 
 
 @dataclass(frozen=True)
@@ -317,6 +318,8 @@ class Tokenizer:
         return list(token_ids)
 
     def _check_round_trip(self, name: str) -> None:
+        if self.hash in _CHECKED:
+            return
         texts, token_bytes = list(round_trip_texts(self._backend)), self._token_bytes.by_id
         encoded = self.encode_batch(texts)
         for text, ids in zip(texts, encoded, strict=True):
@@ -326,3 +329,4 @@ class Tokenizer:
                     f"tokenizer {name} does not round-trip ('{printable(text)[:40]}' comes back as '{decoded}'): "
                     "use a byte-level one without a normalizer, or let heddle train one."
                 )
+        _CHECKED.add(self.hash)

@@ -19,6 +19,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
     monkeypatch.setattr(processes, "start_worker", workers.start)
     for limit in ("SLOW_REPORT_SECONDS", "MAX_REPORT_SHARE"):  # a report at the beginning and at the end
         monkeypatch.setattr(run, limit, 0.0)
+    monkeypatch.setattr(probes, "MIN_FINAL_TOKENS", 2**12)  # a quarter of the text at the end of each run
     return workers
 
 

@@ -11,6 +11,7 @@ from heddle.model.load_config import load_config
 from heddle.model.presets import KINDS
 from heddle.training.width_transfer import scale_to_width
 from tests import small
+from tests.cases import in_turn
 
 VOCABULARY = 1024
 SCALED = [kind for kind in KINDS if kind != "retention"]
@@ -20,7 +21,7 @@ def preset(kind: str) -> ModelConfig:
     return load_config(f"preset:{kind}-tiny").replace(vocab_size=VOCABULARY)
 
 
-@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("kind", in_turn(SCALED, turn=1, turns=3))
 def test_every_design_has_sizes_over_a_factor_of_sixteen(kind: str) -> None:
     scale = DesignScale(kind, preset(kind), 64)
     own = scale.rung(scale.config.width)

@@ -135,7 +135,7 @@ def check_program(name: str, seed: int) -> None:
         assert cache.get_seq_length() == len(rows[0])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 8))])
 @pytest.mark.parametrize("name", ["gqa", "rings", "hybrid", "mla"])
 def test_any_program_of_a_cache(name: str, seed: int) -> None:
     check_program(name, seed)

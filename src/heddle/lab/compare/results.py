@@ -12,6 +12,7 @@ from heddle.training.evaluation.scores import FiniteScores
 from heddle.training.evaluation.text_recall import TextRecallScores
 
 T = TypeVar("T")
+SCALARS = {str, int, float, bool, type(None)}  # looked for first: most values are one
 _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 Curve = Sequence[tuple[int, float | None]]  # tokens, bits per byte or accuracy
@@ -26,6 +27,8 @@ def left_out(default: Any = None) -> Any:
 
 def plain(value: Any) -> Any:
     """Convert a result to JSON values."""
+    if type(value) in SCALARS:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = ((each, getattr(value, each.name)) for each in dataclasses.fields(value))
         return {
@@ -51,6 +54,8 @@ def finite(value: T) -> T:
     result: Any = value
     if isinstance(value, float):
         result = value if math.isfinite(value) else None
+    elif type(value) in SCALARS:
+        pass
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         result = dataclasses.replace(value, **{name: finite(item) for name, item in values.items()})

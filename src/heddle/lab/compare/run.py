@@ -52,6 +52,7 @@ from heddle.lab.live import LivePage
 from heddle.lab.pages.report import report_json, report_page, write_report
 from heddle.lab.workers import Result, Task, Workers, run_tasks
 from heddle.machine import record_worker_choices
+from heddle.model.config import ModelConfig
 from heddle.runtime import Runtime, kind_of_device
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.lock import InUseError, RunLock, lock_output, wait_for_lock
@@ -273,12 +274,16 @@ class ReportWriter:
         self.time_plan = time_plan or TimePlan()
         self.seconds = self.written_at = self.looked_at = 0.0
         self.logs: dict[tuple[str, int], LogReader] = {}
+        self._configs: dict[str, ModelConfig] = {}
         self.find_facts()
 
     def find_facts(self) -> None:
-        """Compute what needs no training; again once the vocabulary is known."""
-        entries = self.comparison.plan.entries
-        self.results.facts = {entry.name: design_facts(self.comparison, entry) for entry in entries}
+        """Compute what needs no training; again for designs that change once the vocabulary is known."""
+        for entry in self.comparison.plan.entries:
+            config = self.comparison.config(entry)
+            if self._configs.get(entry.name) != config:
+                self._configs[entry.name] = config
+                self.results.facts[entry.name] = design_facts(self.comparison, entry)
         if self.comparison.corpus is not None:
             length = self.comparison.plan.sequence_length
             self.results.loss_groups = describe_profile(self.comparison.corpus, length)
