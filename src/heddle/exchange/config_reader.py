@@ -93,7 +93,7 @@ class ConfigReader:
         for key, value in values.items():
             if type(value) is int and value > MAX_LAYERS and LAYER_OR_EXPERT_COUNT.fullmatch(key):
                 raise self.invalid(key, f"heddle builds at most {MAX_LAYERS}")
-            if value != values[first] and not isinstance(value, dict | list):
+            if key != first and value != values[first] and not isinstance(value, dict | list):
                 raise self.invalid(key, f"but '{first}' is {short_repr(values[first])}; make them equal")
         self.unread -= {name, *aliases}
         return values.get(first)

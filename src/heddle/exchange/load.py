@@ -188,7 +188,7 @@ def _module_difference(
 
 
 def _check_tensor(
-    weight_map: WeightMap, rule: TensorRule, dtype: torch.dtype, shape: Sequence[int], source: str
+    weight_map: WeightMap, rule: TensorRule, dtype: torch.dtype, shape: Sequence[int], source: str, restore: str
 ) -> None:
     """Raises CheckpointError for a tensor that does not fit its rule."""
     if rule.transform.whole_numbers:
@@ -198,8 +198,7 @@ def _check_tensor(
         remedy = "save the weights dequantized, or restore the config that says how they are quantized"
         raise CheckpointError(f"{source} is of type {dtype}, as quantized weights are; {remedy}")
     if tuple(shape) != tuple(expected := weight_map.hf_shape(rule)):
-        remedy = "restore config.json, or download the weights again"
-        raise CheckpointError(f"{source} has shape {list(shape)}, the config needs {list(expected)}; {remedy}")
+        raise CheckpointError(f"{source} has shape {list(shape)}, the config needs {list(expected)}; {restore}")
 
 
 def _missing(name: str) -> str:
@@ -223,9 +222,14 @@ def _matching_prefix(name: str, prefixes: Iterable[str]) -> str | None:
 
 
 class WeightSource(Protocol):
-    """The tensors of a family's model, by their names in the family. folder, ignored_tensors: as of a folder."""
+    """The tensors of a family's model, by their names in the family. folder, ignored_tensors: as of a folder.
+
+    label: what messages call it. restore: the remedy where config and weights disagree.
+    """
 
     folder: Path
+    label: str
+    restore: str
     ignored_tensors: tuple[str, ...]
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -316,7 +320,7 @@ class _WeightLoader:
         self.allow_non_finite = allow_non_finite
         self.weight_map = build_weight_map(family, model)
         stored = list(checkpoint.tensor_specs())
-        self.names = TensorNames(self.weight_map, stored, str(checkpoint.folder))
+        self.names = TensorNames(self.weight_map, stored, checkpoint.label)
         self.weight_map.use_alternatives({self.names(name) for name in stored})
         self.missing = dict(self.weight_map.rules)
         self.parameters = dict(model.named_parameters())
@@ -330,7 +334,7 @@ class _WeightLoader:
             own_name, name = name, self.names(name)
             rule = self.missing.pop(name, None)
             if rule is not None:
-                _check_tensor(self.weight_map, rule, tensor.dtype, tensor.shape, source)
+                _check_tensor(self.weight_map, rule, tensor.dtype, tensor.shape, source, self.checkpoint.restore)
                 self._check_finite(tensor, source)
                 first = self.parameters[parameter_name(rule.parameters[0])]
                 self._copy_into(rule, tensor if dtype is None else tensor.to(storage_dtype(first, dtype)))
@@ -352,13 +356,13 @@ class _WeightLoader:
                 remedy = "merge it with peft's `merge_and_unload`, save that, and import it"
                 raise CheckpointError(f"{source} is of an adapter inside the model; {remedy}")
             else:
-                remedy = "restore its config.json, or save the model without that tensor"
+                remedy = f"{self.checkpoint.restore}, or save the model without that tensor"
                 raise CheckpointError(
                     f"{source} belongs to no part of a {self.family.architecture} with this config; {remedy}"
                 )
         self._fill_absent()
         for name in self.missing:
-            raise CheckpointError(f"{self.checkpoint.folder}: {_missing(name)}")
+            raise CheckpointError(f"{self.checkpoint.label}: {_missing(name)}")
         self._check_tied_head()
         for prefix in sorted(ignored):
             print_status(f"ignored: tensors {prefix}…, which heddle does not build")
@@ -442,7 +446,8 @@ class LazyCheckpoint:
                 return
             raise CheckpointError(f"{self.checkpoint.folder}: {_missing(name)}")
         file, dtype, shape = self._stored[name]
-        _check_tensor(self._weight_map, rule, dtype, shape, f"{self.checkpoint.folder / file}: tensor '{name}'")
+        source = f"{self.checkpoint.folder / file}: tensor '{name}'"
+        _check_tensor(self._weight_map, rule, dtype, shape, source, self.checkpoint.restore)
 
     @cached_property
     def specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -106,6 +106,7 @@ IGNORED_TENSORS = (
     "*causal_mask", "*attn_mask", "*.tril", "*cos_cached", "*sin_cached", "*_extra_state",
 )  # fmt: skip
 CONFIG_FILE = "config.json"
+RESTORE = f"restore {CONFIG_FILE}, or download the weights again"  # where the two disagree
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SUFFIX_ALIASES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # of BERT's norms
@@ -127,7 +128,7 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.label, self.restore = folder, str(folder), RESTORE
         self._index: dict[str, str] = {}
         try:
             self._open(folder)

@@ -110,7 +110,9 @@ def check_width(config: ConfigReader) -> None:
     """Raises ConfigError if the heads do not divide the width, as the family's own class does."""
     width, heads = config.require("hidden_size", int), config.require_count("num_attention_heads")
     if width % heads:
-        raise config.invalid("hidden_size", f"{config.data.get('model_type')} needs a multiple of its {heads} heads")
+        raise config.invalid(
+            "hidden_size", f"{config.data.get('model_type', 'it')} needs a multiple of its {heads} heads"
+        )
 
 
 def read_equal_heads(config: ConfigReader) -> dict[str, Any]:

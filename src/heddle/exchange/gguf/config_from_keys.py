@@ -11,6 +11,7 @@ from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import short_repr
 from heddle.exchange.gguf.architectures import ARCHITECTURES
 from heddle.exchange.gguf.keys_from_config import SIGMOID
+from heddle.model.config import MAX_LAYERS
 from heddle.parts.positions.rope import RopeConfig
 from heddle.parts.scalings.llama3 import Llama3Config
 
@@ -46,6 +47,16 @@ MISSING_FIELDS = {
     ),
 }  # fmt: skip
 YARN_LOG = {graph.name: graph.yarn_log or 1.0 for graph in ARCHITECTURES.values() if graph.latent}
+READS_YARN_LOG = {graph.name for graph in ARCHITECTURES.values() if graph.latent or graph.yarn_log is not None}
+# Keys of RoPE that llama.cpp reads and heddle has one value for.
+ROPE_FIXED = {
+    "attn_factor": 1.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+}
+TWO_ROPES = ("gemma3", "olmo2")  # graphs with a RoPE of their own in layers with a window
 KV_HEADS_BY_LAYER = ("lfm2", "granitehybrid")
 GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
 # Of the scalings that Llama 3 was published with; a GGUF holds its factors alone.
@@ -67,14 +78,13 @@ class Keys:
         value: Any = self.fields.get(name, default)
         if isinstance(default, float):
             value = _decimal(value) if isinstance(value, int | float) else value
-        return value if isinstance(value, type(default)) else self._refuse(name, value, type(default))
+        return self._checked(name, value, type(default))
 
     def require(self, name: str, kind: type[T]) -> T:
         """The value of a required key."""
         if name not in self.fields:
             raise CheckpointError(f"{self.source}: key '{name}' is missing; without it the model cannot be built")
-        value = self.fields[name]
-        return value if isinstance(value, kind) else self._refuse(name, value, kind)
+        return self._checked(name, self.fields[name], kind)
 
     @cached_property
     def graph(self) -> str:
@@ -95,8 +105,14 @@ class Keys:
         width, heads = self.number("embedding_length"), self.number("attention.head_count")
         return self.of_graph("attention.key_length", width // max(heads, 1))
 
-    def _refuse(self, name: str, value: Any, kind: type) -> Any:
-        raise CheckpointError(f"{self.source}: key '{name}' is {short_repr(value)}; should be of type {kind.__name__}")
+    def _checked(self, name: str, value: Any, kind: type) -> Any:
+        """The value. One number for all layers may be an array with a number for each."""
+        if kind is int and isinstance(value, list) and len(set(value)) == 1:
+            [value] = set(value)
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            remedy = f"should be of type {kind.__name__}"
+            raise CheckpointError(f"{self.source}: key '{name}' is {short_repr(value)}; {remedy}")
+        return value
 
 
 Entry = Any  # a field's value: a function of the keys and the shapes, such as a `Key`, or a constant
@@ -115,6 +131,16 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
         raise ConfigError(
             f"{keys.source}: its architecture {short_repr(keys.graph)} is not supported; heddle reads {known}"
         )
+    if "token_embd.weight" not in shapes:
+        raise CheckpointError(f"{keys.source}: tensor 'token_embd.weight' is missing; download it again")
+    if keys.graph != "bert" and not keys.of_graph("attention.causal", True):
+        raise ConfigError(
+            f"{keys.source}: key '{keys.graph}.attention.causal' is false; heddle reads causal models only"
+        )
+    if (name := f"{keys.graph}.rope.freq_base_swa") in keys.fields and keys.graph not in TWO_ROPES:
+        theta = keys.of_graph("rope.freq_base", 10000.0)
+        if (other := keys.get(name, theta)) != theta:
+            raise ConfigError(f"{keys.source}: key '{name}' is {other}; heddle reads {theta} here")
     config, table = _common_fields(keys, shapes), ARCHITECTURE_FIELDS[keys.graph]
     own = table(keys, shapes) if callable(table) else table
     config |= {name: entry(keys, shapes) if callable(entry) else entry for name, entry in own.items()}
@@ -130,9 +156,9 @@ def _common_fields(keys: Keys, shapes: Shapes) -> dict[str, Any]:
             raise ConfigError(f"{keys.source}: key '{graph}.{name}' should be key_length = {head_dim}")
     theta = keys.of_graph("rope.freq_base", 10000.0)
     by_layer = graph in KV_HEADS_BY_LAYER
-    kv_heads = max(keys.of_graph("attention.head_count_kv", [heads])) if by_layer else 0
+    kv_heads = max(keys.of_graph("attention.head_count_kv", [heads]), default=0) or heads if by_layer else 0
     return {
-        "vocab_size": shapes.get("token_embd.weight", (0,))[0],
+        "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": keys.number("embedding_length"),
         "num_hidden_layers": keys.number("block_count") - keys.of_graph("nextn_predict_layers", 0),
         "intermediate_size": keys.number("feed_forward_length"),
@@ -148,18 +174,27 @@ def _common_fields(keys: Keys, shapes: Shapes) -> dict[str, Any]:
 
 
 def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
-    kind = keys.of_graph("rope.scaling.type", "none")
+    """The scaling of RoPE, with llama.cpp's defaults: a factor without a type is linear, and a factor of 0 is none."""
+    kind = keys.of_graph("rope.scaling.type", "linear")
+    factor = keys.of_graph("rope.scaling.factor", keys.of_graph("rope.scale_linear", 0.0)) or 1.0
+    for name, fixed in ROPE_FIXED.items():
+        if (value := keys.of_graph(f"rope.scaling.{name}", fixed)) != fixed:
+            key = f"{keys.graph}.rope.scaling.{name}"
+            raise ConfigError(
+                f"{keys.source}: key '{key}' is {value}; heddle reads {fixed} only; import the original folder"
+            )
     if keys.rope_factors:
         return _llama3(keys, theta, head_dim)
-    if kind == "none":
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
         name = f"{keys.graph}.rope.scaling.type"
         raise ConfigError(f"{keys.source}: key '{name}' is {kind!r}; heddle reads linear and yarn")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": keys.of_graph("rope.scaling.factor", 1.0)}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
-        if (multiplier := keys.of_graph("rope.scaling.yarn_log_multiplier", 0.0)) != 0.0:
+        multiplier = keys.of_graph("rope.scaling.yarn_log_multiplier", 0.0)
+        if multiplier != 0.0 and keys.graph in READS_YARN_LOG:
             all_dim = _decimal(multiplier / YARN_LOG.get(keys.graph, 1.0))
             scaling |= {"mscale": all_dim if keys.graph in YARN_LOG else 1.0, "mscale_all_dim": all_dim}
     return scaling
@@ -256,7 +291,8 @@ STATE_SIZES: tuple[Entry, ...] = (
 def _query_scale(keys: Keys, depth: int) -> dict[str, Any]:
     """Gemma's scale of scores: by head_dim, but in the largest by width / heads."""
     is_largest = keys.number("block_count") == depth
-    dim = keys.number("embedding_length") // keys.number("attention.head_count") if is_largest else keys.head_dim
+    heads = max(keys.number("attention.head_count"), 1)
+    dim = keys.number("embedding_length") // heads if is_largest else keys.head_dim
     return {"query_pre_attn_scalar": dim, "sliding_window": keys.of_graph("attention.sliding_window", 4096)}
 
 
@@ -271,7 +307,7 @@ def _ropes(keys: Keys, theta: float, sliding_theta: float) -> dict[str, Any]:
 
 def _gemma3(keys: Keys, shapes: Shapes) -> FieldTable:
     cap = {"final_logit_softcapping": keys.fields.get(f"{keys.graph}.final_logit_softcapping")}
-    return {"model_type": "gemma3_text", **GEMMA_ACTIVATION, **_query_scale(keys, 62), **cap, **_ropes(keys, 1e6, 1e4)}
+    return {"model_type": "gemma3_text", **GEMMA_ACTIVATION, **_query_scale(keys, 62), **cap, **_ropes(keys, 1e4, 1e4)}
 
 
 def _olmo2(keys: Keys, shapes: Shapes) -> FieldTable:
@@ -316,7 +352,7 @@ def _ministral3(keys: Keys, shapes: Shapes) -> FieldTable:
 def _delta(keys: Keys, shapes: Shapes) -> FieldTable:
     """Qwen3.5, with two kinds of layers."""
     depth, interval = keys.number("block_count"), keys.of_graph("full_attention_interval", 4)
-    usual = [(index + 1) % max(interval, 1) != 0 for index in range(depth)]
+    usual = [(index + 1) % max(interval, 1) != 0 for index in range(min(depth, MAX_LAYERS))]
     recurrent = keys.of_graph("attention.recurrent_layers", usual)[: depth - keys.of_graph("nextn_predict_layers", 0)]
     names = ("num_value_heads", "value_head_dim", "key_head_dim", "num_key_heads", "conv_kernel_dim")
     return {
@@ -439,7 +475,7 @@ ARCHITECTURE_FIELDS: dict[str, FieldTable | Callable[[Keys, Shapes], FieldTable]
         "model_type": "ernie4_5_moe", "use_bias": False, "moe_num_experts": COUNT, "moe_k": USED,
         "moe_intermediate_size": EXPERT_WIDTH, "moe_layer_start_index": DENSE_LAYERS,
         "moe_num_shared_experts": lambda keys, shapes: (
-            keys.of_graph("expert_shared_feed_forward_length", 0) // EXPERT_WIDTH(keys, shapes)
+            keys.of_graph("expert_shared_feed_forward_length", 0) // max(EXPERT_WIDTH(keys, shapes), 1)
         ),
         "moe_layer_interval": Key("interleave_moe_layer_step"),
     },

@@ -26,7 +26,7 @@ MIN_STRING, MIN_KEY, MIN_TENSOR = 8, 8 + 4 + 1, 8 + 4 + 8 + 4 + 8  # bytes
 MAX_VALUES = 2**23  # in all arrays together; the largest tokenizers have 2^21 merges
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT = 32
-FLOATS = {"F32": np.float32, "F16": np.float16}
+FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 # A GGUF that heddle writes holds the SHA-256 of its own bytes, hashed with zeros in place of the digits.

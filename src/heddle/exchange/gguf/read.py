@@ -4,6 +4,7 @@ Quantized weights are unpacked by the package `gguf`. Tensor names and row order
 undone.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from heddle.exchange.tokenizer_files import chosen_tokenizer
 from heddle.model.decoder import Decoder, build
 from heddle.progress import format_amount, print_status, print_warning, progress_bar
 
-FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load_gguf(
@@ -65,6 +66,7 @@ class GGUFFile:
 
     def __init__(self, file: Path, dequantize: torch.dtype | None) -> None:
         self.folder, self.file, self.dequantize = file.parent, file, dequantize
+        self.label, self.restore = str(file), "download it again"
         self.ignored_tensors: tuple[str, ...] = (ROPE_FACTORS, "blk.{depth}.")  # and a layer for further tokens
         self._read()
         shapes = {name: tensor.shape for name, tensor in self.tensors_by_name.items()}
@@ -96,6 +98,9 @@ class GGUFFile:
     def dtype(self) -> torch.dtype:
         """The dtype of all weights. Raises ConfigError if some are quantized and `dequantize` is None."""
         packed = sorted({tensor.kind for tensor in self.tensors_by_name.values()} - FLOAT_DTYPES.keys())
+        whole = [kind for kind in packed if re.fullmatch(r"I\d+", kind)]
+        if whole:
+            raise ConfigError(f"{self.file}: holds whole numbers ({', '.join(whole)}) as weights; {self.restore}")
         if self.dequantize is None and packed:
             remedy = "unpack them with `--dequantize bf16`"
             raise ConfigError(f"{self.file}: holds quantized weights ({', '.join(packed)}); {remedy}")
@@ -134,15 +139,19 @@ class GGUFFile:
             print_status(f"dequantized: {', '.join(sorted(packed))}, {sizes[0]}, to {dtype}, {sizes[1]}")
 
     def _values(self, tensor: StoredTensor) -> Tensor:
-        """The numbers of a tensor, float32."""
+        """The numbers of a tensor, float32 or float64."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
+        if tensor.kind == "F64":
+            return torch.from_numpy(tensor.data.copy())
         try:
             return torch.from_numpy(dequantize(tensor.data, GGMLQuantizationType[tensor.kind]).copy())
         except (RuntimeError, ValueError) as error:
             reason = f"tensor '{tensor.name}' of type {tensor.kind} cannot be unpacked"
-            raise CheckpointError(f"{self.file}: {reason}") from error
+            raise CheckpointError(
+                f"{self.file}: {reason}; import the original folder, or another quantization"
+            ) from error
 
 
 def _without_ones(shape: torch.Size) -> list[int]:

@@ -16,9 +16,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Engine
 
 from heddle.data.chat import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, chat_template_text, named_tokens, turn_end_ids
-from heddle.errors import DataError, shorten_value
-from heddle.progress import print_status
-from heddle.tokenization.backend import MAX_RUN_LENGTH, read_backend
+from heddle.errors import DataError, HeddleError, shorten_value
+from heddle.progress import print_status, printable
+from heddle.tokenization.backend import MAX_RUN_LENGTH, is_backend_error, read_backend
 from heddle.tokenization.token_bytes import SPIECE_UNDERLINE
 from heddle.tokenization.tokenizer import BoundaryTokens, Tokenizer
 
@@ -278,8 +278,11 @@ def read_tokenizer(keys: "Keys", rows: int, source: str) -> Tokenizer | None:
         if kind != WORDPIECE:
             text = _with_begin_token(text, [(token, tokens[token]) for token in boundaries.bos_ids])
         return Tokenizer(read_backend(text, source), source, text, boundaries)
-    except (ValueError, TypeError, IndexError, KeyError) as error:
-        raise DataError(f"{source}: its tokenizer is damaged ({error}); download it again") from error
+    except BaseException as error:
+        if isinstance(error, HeddleError) or not is_backend_error(error):
+            raise
+        reason = printable(str(error).partition("\n")[0])[:120]
+        raise DataError(f"{source}: its tokenizer is damaged ({reason}); download it again") from error
 
 
 def _as_llama_cpp_reads(keys: "Keys", kinds: list[tuple[str, int]]) -> list[tuple[str, int]]:
