@@ -44,7 +44,7 @@ FACTOR = 2.5  # of the error in one call; kernels of one token and of many diffe
 LONG_BOUND = 1e-3  # of that error in one call; at most 2e-4 in the cases
 LEAST_ERROR = 1e-7  # counts as this much: rounding once to bfloat16 is about 3e-6
 SUMMED_STEPS = 3  # tokens that change a sum
-PLACES = 8  # numbers of a tensor that are looked at
+PLACES = 6  # numbers of a tensor that are looked at
 
 
 def low_precision(config: ModelConfig) -> None:
@@ -312,10 +312,9 @@ def _check_sums(model: Decoder, state: State, tokens: Tensor, pinned: Pinned, st
     """Refuse sums over tokens that all have at most the bits of bfloat16.
 
     Rows of one batch read the same tokens, each but the first with another number in one place. A sum is a number that
-    every token changes, and that stays another one where it was.
+    every token changes, and that stays another one where it was. A row is about one layer: later ones read its output.
     """
-    names = sorted({_field(name) for name in _numbers(state)})
-    rows = [name for name in names for _ in range(PLACES)]
+    rows = [name for name in _numbers(state) for _ in range(PLACES)]
     batch = state.select([0] * (1 + len(rows)))
     places = _change_places(batch, rows)
     found = {full: [tensor] for full, tensor in _copies(batch).items()}
@@ -335,12 +334,12 @@ def _check_sums(model: Decoder, state: State, tokens: Tensor, pinned: Pinned, st
 
 
 def _change_places(batch: State, rows: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
-    """Double one number other than zero in each row but the first, in the tensors of its name: (row, place)."""
+    """Double one number other than zero in each row but the first, in the tensor of its name: (row, place) of each."""
     generator = torch.Generator().manual_seed(5)
     places: dict[str, list[tuple[int, int]]] = {}
     for full, tensor in _numbers(batch).items():
         used = tensor[0].flatten().nonzero()[:, 0].tolist()
-        own = [row for row, name in enumerate(rows, start=1) if name == _field(full) and used]
+        own = [row for row, name in enumerate(rows, start=1) if name == full and used]
         drawn = torch.randint(max(1, len(used)), (len(own),), generator=generator, device="cpu").tolist()
         places[full] = [(row, used[number]) for row, number in zip(own, drawn, strict=True)]
         for row, place in places[full]:
@@ -367,8 +366,3 @@ def _copies(state: State) -> dict[str, Tensor]:
 def _numbers(state: State) -> dict[str, Tensor]:
     """The floating tensors of the layers."""
     return {name: tensor for name, tensor in state.tensors().items() if tensor.is_floating_point()}
-
-
-def _field(name: str) -> str:
-    """A tensor's name without its layer."""
-    return name.split(".", 2)[-1]
