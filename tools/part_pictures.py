@@ -6,7 +6,7 @@ A cell is dark where an output changes much with an input, in proportion to the 
 does not change at all. Rows and columns are tokens, or the branches of a stack, or its layers.
 """
 
-import sys
+import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from html import escape
@@ -302,9 +302,12 @@ def picture(kind: str, panels: list[Panel]) -> str:
 
 def main() -> None:
     """Draw them all, or these."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", metavar="KIND", nargs="*")
+    asked = parser.parse_args().kinds
     FOLDER.mkdir(exist_ok=True)
     for kind, panels in PANELS.items():
-        if not sys.argv[1:] or kind in sys.argv[1:]:
+        if not asked or kind in asked:
             (FOLDER / f"{kind}.svg").write_text(picture(kind, panels), encoding="utf-8")
 
 
