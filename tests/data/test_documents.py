@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -337,3 +338,52 @@ def test_other_fields_are_said_with_how_to_name_them(name: str, field: str, tmp_
         list(read_documents(path))
     [argument] = shlex.split(str(caught.value).split("name one with ")[1])
     assert list(parse_source(argument)[0].scan(lambda _: None).read()) == ["a thread", "another"]
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("a.jsonl", "my,field"),
+        ("a.jsonl", ""),
+        ("a.jsonl", "two\nlines"),
+        ("a,text=b.jsonl", "content"),
+        ("two\nlines.jsonl", "content"),
+    ],
+)
+def test_fields_and_files_that_no_argument_names_are_to_be_renamed(name: str, field: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps({field: "a thread"}) + "\n" + json.dumps({field: "another"}) + "\n")
+    with pytest.raises(UnreadableError, match='call one "text"'):
+        list(read_documents(path))
+    path.write_text(path.read_text().replace(json.dumps(field), '"text"'))
+    assert list(read_documents(path)) == ["a thread", "another"]
+
+
+def test_a_field_that_can_be_named_is_named_before_one_that_cannot(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"a,b": "x", "content": "a thread"}) + "\n")
+    with pytest.raises(UnreadableError, match="text=content"):
+        list(read_documents(path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"text": ["a thread", "another"], "n": [1, 2]},
+        {"text": {"0": "a thread", "1": "another"}},
+        {"version": 1, "meta": {"of": "cloth"}, "rows": [{"text": "a thread"}]},
+        {"empty": [], "rows": [{"n": 1, "text": "a thread"}]},
+    ],
+)
+def test_json_of_data_frames_is_not_read_as_text(content: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UnreadableError, match="a record on each line"):
+        list(read_documents(path))
+
+
+@pytest.mark.parametrize("end", [",", ",\n", "\x1e"])
+def test_a_record_alone_may_end_as_in_an_array(end: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"text": "a thread"}) + end)
+    assert list(read_documents(path)) == ["a thread"]

@@ -136,6 +136,8 @@ def test_texts_end_where_they_end() -> None:
     ("settings", "says"),
     [
         ({"num_beams": 0}, "num_beams 0:"),
+        ({"num_beams": 10**9}, "num_beams 1000000000:"),
+        ({"max_new_tokens": 10**20}, "max_new_tokens 100000000000000000000:"),
         ({"num_beams": 2, "temperature": 0.5}, "num_beams 2:"),
     ],
 )

@@ -1,5 +1,6 @@
 """What clients of OpenAI's interface send by themselves passes; what asks for something else is refused by its name."""
 
+import asyncio
 import copy
 import json
 import math
@@ -13,6 +14,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import torch
+from starlette.requests import ClientDisconnect
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
@@ -20,6 +22,7 @@ from heddle.generation.scheduler import BatchScheduler
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.serving import engine as engines
+from heddle.serving.app import Access, Gate
 from heddle.serving.engine import Engine, Event, TokenScore, completion_scores, token_text
 from heddle.serving.limits import ServerLimits
 from heddle.serving.requests import RequestError, RequestReader, TextRequest
@@ -115,6 +118,20 @@ def test_an_echoed_answer_passes(fields: dict[str, Any], server: Running) -> Non
 def test_minus_one_is_no_limit_of_its_own(server: Running) -> None:
     plain, unset = (server.complete(top_k=1, **fields).json() for fields in ({}, {"max_tokens": -1}))
     assert unset["choices"] == plain["choices"]
+    body = {"model": NAME, "messages": HI, "max_completion_tokens": -1}
+    assert server.client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(("error", "is_said"), [(ClientDisconnect(), False), (KeyError(), True)])
+def test_a_client_that_leaves_before_its_body_is_there_is_no_failure_of_the_server(
+    error: Exception, is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def app(*_: Any) -> None:
+        raise error
+
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+    asyncio.run(Gate(app, Access(None))(scope, app, app))
+    assert ("failed inside the server" in capsys.readouterr().err) == is_said
 
 
 def test_the_best_of_as_many_as_asked_for_are_all(server: Running) -> None:

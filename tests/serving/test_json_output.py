@@ -80,6 +80,13 @@ def test_texts_are_of_the_schema(temperature: float) -> None:
         assert sum(len(event.scores) for event in events) == events[-1].new_tokens
 
 
+def test_a_schema_that_never_ends_is_refused_in_a_sentence() -> None:
+    [events] = answers([reader().read("chat", body(of_schema({"$ref": "#"})))])
+    assert isinstance(events[-1].error, RequestError)
+    assert len(events[-1].error.sentence) < 120
+    assert "compute_time" not in events[-1].error.sentence
+
+
 def test_any_object_is_json_as_far_as_it_goes() -> None:
     [events] = answers([reader().read("chat", body({"type": "json_object"}, seed=3, max_tokens=20))])
     text = text_of(events)

@@ -11,7 +11,7 @@ import lzma
 import re
 import shlex
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,8 +196,10 @@ _WRAPPED_ARRAY = re.compile(
     rb'"(?P<name>[^"\\]*+)"\s*+:\s*+\[\s*+\{',
     re.DOTALL,
 )
+_WRAPPED = 'has its records in a field "{}": write that array alone, or a record on each line'
 _AROUND_RECORDS = b" \t\r\n,\x1e"  # with the comma of an array's line, and the mark of JSON text sequences
 _GAP = re.compile(r"[ \t\r\n,]*")
+_OPTION = re.compile(r",\w+=")  # what ends a path, see `hub`
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # how "surrogateescape" keeps a byte that is not UTF-8
 _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
 
@@ -225,9 +227,11 @@ def read_documents(path: Path, field: str = "text", skipped: SkippedRecords | No
         if records is None:
             if suffix == ".json":
                 first += file.read(MAX_JSON_LINE_BYTES - len(first)) if len(first) == _BLOCK_BYTES else b""
-                if _is_object(first) and isinstance(json.loads(first).get(field), str):
-                    yield from _json_documents(iter([(1, json.loads(first))]), field, path, skipped)
+                whole = json.loads(first.strip(_AROUND_RECORDS)) if _is_object(first) else {}
+                if isinstance(whole.get(field), str):
+                    yield from _json_documents(iter([(1, whole)]), field, path, skipped)
                     return
+                _refuse_columns(whole, field)
                 _refuse_wrapped_records(first, field)
             yield from _text_documents(first, file)
         else:
@@ -254,7 +258,18 @@ def _refuse_wrapped_records(first: bytes, field: str) -> None:
     found = _WRAPPED_ARRAY.match(first.removeprefix(_BYTE_ORDER_MARK).lstrip())
     if found and re.search(rb'"%s"\s*:' % re.escape(json.dumps(field)[1:-1].encode()), found.string[found.end() :]):
         name = printable(found["name"].decode("utf-8", "replace"))
-        raise UnreadableError(f'has its records in a field "{name}": write that array alone, or a record on each line')
+        raise UnreadableError(_WRAPPED.format(name))
+
+
+def _refuse_columns(whole: Mapping[str, Any], field: str) -> None:
+    """Raise UnreadableError for an object with all texts in one field, as data frames are written, or with records."""
+    column = whole.get(field)
+    texts = list(column.values() if isinstance(column, dict) else column) if isinstance(column, dict | list) else []
+    if texts and all(isinstance(text, str) for text in texts):
+        raise UnreadableError(f'has all its texts in one field "{field}": write a record on each line')
+    for name, records in whole.items():
+        if isinstance(records, list) and records and isinstance(records[0], dict) and field in records[0]:
+            raise UnreadableError(_WRAPPED.format(printable(name)))
 
 
 def looks_like_text(path: Path) -> bool:
@@ -477,7 +492,7 @@ def _json_documents(
         text = record.get(field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             fields = record.items() if isinstance(record, dict) else ()
-            names |= dict.fromkeys(printable(name) for name, value in fields if isinstance(value, str))
+            names |= dict.fromkeys(name for name, value in fields if isinstance(value, str))
             skipped.add(f'has no text in "{field}" of record {number}: give every record that field')
             continue
         try:
@@ -490,6 +505,14 @@ def _json_documents(
     if skipped.count and not found:
         if not names:
             raise UnreadableError(skipped.reason)
-        listed = ", ".join(list(names)[:8])
-        remedy = f"name one with {shlex.quote(f'hf:{printable(str(path))},text={next(iter(names))}')}"
+        listed = ", ".join(map(printable, list(names)[:8]))
+        argument = f"hf:{path},text={next((name for name in names if _can_be_named(name)), '')}"
+        remedy = f"name one with {shlex.quote(argument)}"
+        if argument.endswith("=") or printable(argument) != argument or _OPTION.search(str(path)):
+            remedy = f'call one "{field}"'  # such a field, or such a file, cannot be named
         raise UnreadableError(f'has no text in "{field}", but fields with text ({listed}): {remedy}')
+
+
+def _can_be_named(field: str) -> bool:
+    """Whether `text=FIELD` can name a field."""
+    return bool(field) and "," not in field and printable(field) == field

@@ -400,6 +400,9 @@ def generate(
     return batch.restore(collect_texts(new_tokens, request, tokenizer, finished, stop_strings, on_text))
 
 
+MAX_NEW_TOKENS, MAX_BEAMS = 2**31 - 1, 4096
+
+
 def check_decoding(
     max_new_tokens: int,
     temperature: float,
@@ -409,10 +412,10 @@ def check_decoding(
     num_beams: int,
 ) -> None:
     """Raise ConfigError for settings of `generate` that no model takes."""
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens {max_new_tokens}: must be at least 1")
-    if num_beams < 1:
-        raise ConfigError(f"num_beams {num_beams}: must be at least 1")
+    if not 1 <= max_new_tokens <= MAX_NEW_TOKENS:
+        raise ConfigError(f"max_new_tokens {max_new_tokens}: must be from 1 to {MAX_NEW_TOKENS}")
+    if not 1 <= num_beams <= MAX_BEAMS:
+        raise ConfigError(f"num_beams {num_beams}: must be from 1 to {MAX_BEAMS}")
     if num_beams > 1 and temperature != 0.0:
         raise ConfigError(f"num_beams {num_beams}: beam search does not sample; leave temperature at 0")
     Sampler(temperature, top_k, top_p)

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from heddle.progress import print_warning
@@ -104,6 +105,8 @@ class Gate:
                     cut = RequestError("the server was shut down before it finished; try again later", status=503)
                     await refusal(cut)(scope, receive, send_counted)
                 raise
+            except ClientDisconnect:  # before its body was there
+                pass
             except Exception as error:  # a bug; FastAPI has answered with 500 and raised it again
                 print_warning(f"serve: {scope['path']} failed inside the server ({type(error).__name__})")
 

@@ -287,7 +287,7 @@ class TokenReader:
     def read(self, token: int) -> Event:
         """The event of the next token; the last one has a finish_reason. Raises RequestError if the grammar failed."""
         if self._grammar is not None and self._grammar.error:
-            reason = printable(self._grammar.error)[:200]
+            reason = printable(self._grammar.error.partition("\n")[0])[:200]  # its state follows
             raise RequestError(f"response_format: the schema cannot be followed further ({reason})", "response_format")
         if not self._new_tokens:  # the token shows that the prompt was read
             return Event("", tuple(self._scores[:-1]), 0, "length")

@@ -94,7 +94,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "cache_prompt": (_ANY,),
     "request_id": (_ANY,),
 }
-_UNSET = (("seed", -1), ("max_tokens", -1))  # llama.cpp's for a random seed, and for no limit of its own
+_UNSET = (
+    ("seed", -1),
+    ("max_tokens", -1),
+    ("max_completion_tokens", -1),
+)  # llama.cpp's: a random seed, no limit
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # of a message's field that is not read
 
 
