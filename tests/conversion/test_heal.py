@@ -33,6 +33,7 @@ from heddle.storage.model import WEIGHTS_FILE, load
 from heddle.storage.run_log import read_log
 from heddle.training.built_models import build_models
 from heddle.training.distillation import Distillation, LossWeights, Teacher
+from heddle.training.init_checkpoint import open_init_checkpoint
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
 from heddle.training.settings import Settings
@@ -108,7 +109,7 @@ def test_a_healing_has_one_tokenizer(
         patch.setattr("heddle.training.init_checkpoint.Tokenizer.from_files", fails)
         assert train(job(folders, texts, tmp_path / "heal")).progress.step == STEPS
         with pytest.raises(Died):
-            _ = heal_module.open_init_checkpoint(folders[1]).tokenizer
+            _ = open_init_checkpoint(folders[1]).tokenizer
 
 
 @pytest.mark.parametrize("parameters", ["all", "touched"])
