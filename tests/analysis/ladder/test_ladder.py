@@ -281,9 +281,12 @@ def test_another_ladder_is_refused(
     assert "holds something else (file)" in capsys.readouterr().err
 
 
-def hours(folder: Path, out: Path, *options: str) -> int:
-    """A ladder of one design with a time budget; nothing is trained."""
-    words = list(command(folder, out, *options, "--dry-run", "--json", designs=("one",)))
+def hours(folder: Path, out: Path, *options: str, as_json: bool = True) -> int:
+    """A ladder with a time budget, of one design; of two, which it compares, in words. Nothing is trained."""
+    printed, designs = (["--json"], ("one",)) if as_json else ([], ("one", "two"))
+    words = list(command(folder, out, *options, "--dry-run", *printed, designs=designs))
+    if not as_json:
+        words.remove("--quiet")
     for option in ("--sizes", "--tokens-per-parameter", "--seeds"):
         if option in words and option not in options:
             index = words.index(option)
@@ -351,6 +354,21 @@ def test_a_budget_too_short_for_the_target_predicts_as_far_as_it_reaches(
     estimate = json.loads(capsys.readouterr().out)
     assert 0.3 < estimate["seconds"] / (3600 * 20) < 1
     assert 30 * max(run["parameters"] for run in estimate["runs"]) < 100e6
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_budget_too_short_for_the_target_names_the_one_that_reaches_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(budget: str) -> str:
+        assert hours(folder, tmp_path / "out", "--target", "10M", "--budget", budget, as_json=False) == 0
+        return capsys.readouterr().err
+
+    said = re.search(r"--budget (\d+)h would reach it", answer("20h"))
+    assert said is not None
+    enough = int(said[1])
+    assert "it predicts 10.0 M parameters" in answer(f"{enough}h")
+    assert "would reach it" in answer(f"{int(0.9 * enough)}h")
 
 
 @pytest.mark.parametrize(("runs", "sizes"), [(5, (3, 2)), (8, (4, 4))])

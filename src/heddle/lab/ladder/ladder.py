@@ -57,11 +57,15 @@ TYPICAL_LOSS = (0.8, 0.5, 0.25)  # E, C and γ of E + C·(N / the target)^−γ
 
 @dataclass(frozen=True)
 class Choice:
-    """A ladder that fits, its step times, and its seconds of training."""
+    """A ladder that fits, its step times, and its seconds of training.
+
+    needed: seconds of a budget that would reach the target, where this one does not.
+    """
 
     ladder: Ladder
     times: StepTimes
     seconds: float
+    needed: float | None = None
 
 
 def fit_ladder_plan(
@@ -105,7 +109,17 @@ def fit_ladder_plan(
             f"--budget {format_seconds(budget.seconds)}: is too short for {count} sizes of these designs here; give "
             "more time, fewer designs, or a smaller vocabulary with --vocab-size"
         )
+    sizes = [size for size in _descending(largest, ladder.scales) if size * LARGEST_STEP > least]
+    for size in reversed(sizes):
+        nearest = _with(ladder, _halving(size, count), ratios[-1], seeds[-1])
+        if plan.target is not None and plan.target <= _reach(nearest):
+            spent = time.monotonic() - budget.started
+            return replace(best, needed=least_budget(spent + ladder_seconds(nearest, times) / TRAINED_SHARE))
     return best
+
+
+def _halving(largest: float, count: int) -> tuple[float, ...]:
+    return tuple(largest / SIZE_STEP**index for index in reversed(range(count)))
 
 
 def _reach(ladder: Ladder) -> float:
@@ -134,11 +148,19 @@ def describe_ladder(choice: Choice) -> list[str]:
         sentences.append(
             f"the target of {format_number(plan.target)} parameters is {factor:.0f} times the largest size that is "
             f"trained; beyond {MAX_EXTRAPOLATION} times nothing is predicted, so the predictions are for "
-            f"{format_number(_reach(ladder))}"
+            f"{format_number(_reach(ladder))}{_remedy(choice.needed)}"
         )
     if (sentence := _resolution(choice)) is not None:
         sentences.append(sentence)
     return sentences
+
+
+def _remedy(needed: float | None) -> str:
+    """The budget that would reach the target, as an option."""
+    if needed is None:
+        return ""
+    unit, seconds = ("m", 60) if needed < 7200 else ("h", 3600)
+    return f"; here, --budget {math.ceil(needed / seconds)}{unit} would reach it"
 
 
 def _resolution(choice: Choice) -> str | None:
@@ -176,9 +198,8 @@ def _largest_that_fits(
     ladder: Ladder, times: StepTimes, budget: TimeBudget, count: int, largest: float, ratio: Sequence[float], seeds: int
 ) -> Choice | None:
     for size in _descending(largest, ladder.scales):
-        sizes = tuple(size / SIZE_STEP**index for index in reversed(range(count)))
         try:
-            candidate = _with(ladder, sizes, ratio, seeds)
+            candidate = _with(ladder, _halving(size, count), ratio, seeds)
         except ConfigError:  # the smallest is too small to build or train
             continue
         seconds = ladder_seconds(candidate, times)
