@@ -35,7 +35,7 @@ FLOAT32_ANGLES_BOUND = 1e-9  # where angles are float32, as in transformers: one
 BFLOAT16_BOUND = 1e-2
 AMPLIFIED_TEXTS = 4  # over which errors are averaged where one rounding changes much
 BRANCHES = ("mixer", "feedforward")
-TEXTS = 5  # on which a part is computed alone
+TEXTS, TEXT_LENGTH = 5, 12  # on which a part is computed alone
 PART_BOUND, PART_FACTOR = 1e-4, 4.0  # at a typical token, and of the error of rounded modules
 TOKEN_BOUND = 5e-3
 FAR = 3000  # a position above 2048, to which float16 is exact
@@ -56,7 +56,7 @@ def low_precision(config: ModelConfig) -> None:
     feed-forward is also compared alone, since the stream and the mean hide what one head or one token does.
     """
     exact = model_under_test(config, torch.bfloat16).to(torch.float64)  # every dtype can hold its parameters
-    starts = (0,) if config.embedding.position is not None else (0, 3000)
+    starts = (0,) if config.embedding.position is not None else (0, FAR)
     for start in starts:
         layout = Layout.causal(1, 12, start=start)
         float32_bound = FLOAT32_ANGLES_BOUND if start and _has_float32_angles(exact) else FLOAT32_BOUND
@@ -72,15 +72,15 @@ def low_precision(config: ModelConfig) -> None:
                 if not error <= bound:
                     what = f"{dtype}".removeprefix("torch.") + f" from position {start}, {how}"
                     raise LawViolation(f"{what}: the relative mean square error is {error:.1e}, more than {bound:.0e}")
-        _check_parts(exact, copy.deepcopy(exact).to(torch.bfloat16), layout)
+        _check_parts(exact, copy.deepcopy(exact).to(torch.bfloat16), start)
 
 
-def _check_parts(exact: Decoder, narrow: Decoder, layout: Layout) -> None:
+def _check_parts(exact: Decoder, narrow: Decoder, start: int) -> None:
     """Refuse a part whose rounding is too large at a typical token of several texts, or at one token of most texts."""
     parts = {(index, name): getattr(layer, name) for index, layer in enumerate(exact.layers) for name in BRANCHES}
     names = [f"layers.{index}.{name}" for (index, name), part in parts.items() if part is not None]
-    tokens = random_tokens(exact.config, TEXTS, layout.length)
-    layout = Layout.causal(TEXTS, layout.length, start=layout.start)
+    tokens = random_tokens(exact.config, TEXTS, TEXT_LENGTH)
+    layout = Layout.causal(TEXTS, TEXT_LENGTH, start=start)
     with torch.no_grad(), _record_choices(exact) as choices, _recorded(exact, names) as pinned:
         forward(exact, tokens, layout)
     with torch.no_grad(), _replay_choices(narrow, choices), _pinned(narrow, pinned) as outputs:
@@ -94,7 +94,7 @@ def _check_parts(exact: Decoder, narrow: Decoder, layout: Layout) -> None:
         worst = float(errors.amax(1).median())
         if not (typical <= bound and worst <= TOKEN_BOUND):
             raise LawViolation(
-                f"bfloat16 from position {layout.start}, {name} alone: the relative square error is {typical:.1e} at a "
+                f"bfloat16 from position {start}, {name} alone: the relative square error is {typical:.1e} at a "
                 f"typical token, which may be {bound:.0e}, and {worst:.1e} at the worst of a text, which may be "
                 f"{TOKEN_BOUND:.0e}"
             )
