@@ -1,11 +1,13 @@
-"""Fewer designs with the same options: a design whose options fit into others is left out.
+"""Fewer and smaller designs with the same options: one whose options fit into others is left out, as are spare layers.
 
-An option moves only between designs with and without a state, and a rollback, alike: the same laws apply to it.
+An option of a design with a state, or a rollback, stays in a design with one, so that the same laws apply to it. It
+moves alone, or within a config that has it, up to a whole layer.
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.covering import DESIGNS, cases_beside, greedy_designs, label_of, opti
 from tests.pairs import fields_of
 
 Path = tuple[str | int, ...]
+Held = tuple[str, str]  # an option, and what its design can do: "state", "rollback", or "" for anything
 FIXED = "causal"  # with another direction, other laws apply
 
 
@@ -55,14 +58,30 @@ def at(data: Any, path: Path) -> Any:
     return data
 
 
-def with_value(config: ModelConfig, path: Path, name: str, value: Any) -> ModelConfig | None:
-    """The design with a field of the config at this path, or None if it is refused."""
+def with_value(config: ModelConfig, path: Path, value: Any) -> ModelConfig | None:
+    """The design with this value at a path, or None if it is refused."""
     data = config.dump(with_later_fields=True)
     try:
-        at(data, path)[name] = value
+        at(data, path[:-1])[path[-1]] = value
         return parse_config(ModelConfig, data)
-    except (ConfigError, KeyError):
+    except (ConfigError, KeyError, IndexError, TypeError):
         return None
+
+
+def alike(path: Path) -> Path:
+    """A path whatever the layer."""
+    return tuple("*" if isinstance(key, int) else key for key in path)
+
+
+def fewer_layers(value: Any) -> Iterator[Any]:
+    """Layers, dumped, without one entry or with one that is not repeated; inner lists of layers, too."""
+    for index, entry in enumerate(value):
+        if len(value) > 1:
+            yield [*value[:index], *value[index + 1 :]]
+        if entry.get("repeat", 1) > 1:
+            yield [*value[:index], entry | {"repeat": 1}, *value[index + 1 :]]
+        for inner in fewer_layers(entry.get("layers") or []):
+            yield [*value[:index], entry | {"layers": inner}, *value[index + 1 :]]
 
 
 @cache
@@ -78,23 +97,32 @@ def abilities(config: ModelConfig) -> frozenset[str] | None:
         return None
 
 
+def held(config: ModelConfig) -> set[Held]:
+    """Each option of a design, once for itself and once with each ability."""
+    return {(option, ability) for option in options_of(config) for ability in ("", *(abilities(config) or ()))}
+
+
 class Merging:
-    """Designs, and how many of them have each option."""
+    """Designs, and how many of them have what is wanted: what they had together at first, of the options of cases."""
 
-    def __init__(self, designs: list[ModelConfig], wanted: set[str]) -> None:
+    def __init__(self, designs: list[ModelConfig]) -> None:
         self.designs = designs
-        self.wanted = wanted
+        options = options_of_cases()
+        self.wanted = {each for each in set().union(*map(held, designs)) if each[0] in options}
 
-    def counts(self, designs: list[ModelConfig]) -> Counter[str]:
-        """How many designs have each option that is wanted."""
-        return Counter(option for each in designs for option in options_of(each) & self.wanted)
+    def counts(self, designs: list[ModelConfig]) -> Counter[Held]:
+        """How many designs have each option, and each with an ability, that is wanted."""
+        return Counter(each for design in designs for each in held(design) & self.wanted)
+
+    def own(self, design: ModelConfig, counts: Counter[Held]) -> set[Held]:
+        """What no other design has."""
+        return {each for each in held(design) & self.wanted if counts[each] == 1}
 
     def without(self, left_out: ModelConfig) -> list[ModelConfig] | None:
         """Designs with the same options but one design less, or None."""
         others = [each for each in self.designs if each is not left_out]
-        needs = (options_of(left_out) & self.wanted) - self.counts(others).keys()
-        for option in sorted(needs):
-            if option in self.counts(others):
+        for option, ability in sorted(self.own(left_out, self.counts(self.designs))):
+            if (option, ability) in self.counts(others):
                 continue
             changed = self.moved(left_out, option, others)
             if changed is None:
@@ -104,26 +132,59 @@ class Merging:
 
     def moved(self, source: ModelConfig, option: str, others: list[ModelConfig]) -> list[ModelConfig] | None:
         """The others with an option of the source in one of them, and no option less."""
-        kind, _, name = option.partition(":")[0].partition(".")
         counts, plain = self.counts(others), source.dump(with_later_fields=True)
-        values = [at(plain, path) for path, found in places(source) if found == option]
-        if name == FIXED:
+        if option.partition(":")[0].rpartition(".")[2] == FIXED:
             return None
-        for index, target in enumerate(others):
-            if abilities(target) != abilities(source):
-                continue
-            for path, owner in owners(target):
-                if owner != kind:
+        for size, values in self.values(source, plain, option):
+            for index, target in enumerate(others):
+                if abilities(target) != abilities(source):
                     continue
-                for value in values:
-                    config = with_value(target, path, name, value)
-                    if config is None:
-                        continue
-                    lost = (options_of(target) & self.wanted) - options_of(config)
-                    if option not in options_of(config) or any(counts[each] < 2 for each in lost):
+                needs = {option for option, _ in self.own(target, counts)}
+                for path, value in self.targets(target, values, size, option):
+                    config = with_value(target, path, value)
+                    if config is None or not needs | {option} <= options_of(config):
                         continue
                     if abilities(config) == abilities(target):
                         return [*others[:index], config, *others[index + 1 :]]
+        return None
+
+    def values(self, source: ModelConfig, plain: Any, option: str) -> Iterator[tuple[int, list[tuple[Path, Any]]]]:
+        """What has an option, each with its path: the fields themselves, then configs of that many levels around."""
+        paths = [path for path, found in places(source) if found == option]
+        for size in range(max(map(len, paths), default=0)):
+            around = dict.fromkeys(path[: len(path) - size] for path in paths if len(path) > size)
+            yield size, [(path, at(plain, path)) for path in around if path[-1] != "layers"]
+
+    def targets(
+        self, target: ModelConfig, values: list[tuple[Path, Any]], size: int, option: str
+    ) -> Iterator[tuple[Path, Any]]:
+        """Where a value may stand in a design: a field in any config of its kind, a config where one like it stands."""
+        for path, owner in owners(target):
+            for old, value in values:
+                if size == 0:
+                    if owner == option.partition(".")[0]:
+                        yield (*path, old[-1]), value
+                elif isinstance(old[-1], int):
+                    if alike(path) == alike(old):
+                        yield path, value
+                elif alike(path) == alike(old[:-1]):
+                    yield (*path, old[-1]), value
+
+    def shrink(self) -> list[ModelConfig]:
+        """Leave out layers whose options other designs have."""
+        for index in range(len(self.designs)):
+            while (smaller := self.smaller(self.designs[index])) is not None:
+                self.designs[index] = smaller
+        return self.designs
+
+    def smaller(self, design: ModelConfig) -> ModelConfig | None:
+        """A design with a layer less and the options that no other has, or None."""
+        counts = self.counts(self.designs)
+        needs = {option for option, _ in self.own(design, counts)}
+        for layers in fewer_layers(design.dump(with_later_fields=True)["layers"]):
+            config = with_value(design, ("layers",), layers)
+            if config is not None and needs <= options_of(config) and abilities(config) == abilities(design):
+                return config
         return None
 
     def run(self) -> list[ModelConfig]:
@@ -133,7 +194,7 @@ class Merging:
             counts = self.counts(self.designs)
             order = sorted(
                 (each for each in self.designs if each not in tried),
-                key=lambda each: sum(counts[option] == 1 for option in options_of(each) & self.wanted),
+                key=lambda each: len(self.own(each, counts)),
             )
             if not order:
                 return self.designs
@@ -143,11 +204,22 @@ class Merging:
                 self.designs = fewer
 
 
+def present_designs() -> list[ModelConfig]:
+    """The designs of the golden file that are still accepted; without the file, greedy ones."""
+    lines = DESIGNS.read_text(encoding="utf-8").splitlines() if DESIGNS.exists() else []
+    designs = []
+    for line in lines:
+        with suppress(ConfigError):
+            designs.append(parse_config(ModelConfig, json.loads(line)))
+    return designs or greedy_designs()
+
+
 def write_designs() -> int:
     """Write the golden file, without the designs that are cases. Returns their number."""
-    greedy = greedy_designs()
-    cases = [case(name) for name in cases_beside(greedy)]
-    merged = Merging([*greedy, *cases], options_of_cases()).run()
-    chosen = [config for config in merged if config not in cases]
+    designs = present_designs()
+    cases = [case(name) for name in cases_beside(designs)]
+    merging = Merging([*designs, *cases])
+    merging.run()
+    chosen = [config for config in merging.shrink() if config not in cases]
     DESIGNS.write_text("".join(f"{json.dumps(config.dump())}\n" for config in chosen), encoding="utf-8")
     return len(chosen)

@@ -140,7 +140,7 @@ def test_the_cache_is_used_and_damage_is_repaired(texts: Path, cache: Path, monk
     monkeypatch.setattr(Tokenizer, "train", lambda *arguments: pytest.fail("trained again"))
     again = make_corpus(texts, cache)
     assert (again.hash, again.report) == (first.hash, first.report)
-    assert len(batch_sizes) == 1  # the round-trip check of the loaded tokenizer alone
+    assert batch_sizes == []  # not even to try the loaded tokenizer, which this process has seen to round-trip
     monkeypatch.undo()
     for path, content in files.items():
         for damaged in (content[: len(content) // 2], b"", b"nonsense", content[:-1] + bytes([content[-1] ^ 1])):
