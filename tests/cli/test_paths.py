@@ -5,11 +5,15 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from heddle.cli import serve as serving
 from heddle.cli.main import run_command
 from heddle.errors import describe_path
+from heddle.exchange import load as loading
+from heddle.lab.explore import page as explored
 from tests import small
 
 SIZE = "--sequence-length 16 --batch-size 4 --steps 1 --device cpu"
@@ -145,3 +149,26 @@ def test_every_kind_of_path_has_words(workspace: Path, tmp_path: Path) -> None:
     assert describe_path(tmp_path) == "is a folder"
     assert describe_path(workspace / "file") == "is a file"
     assert describe_path("a\0b") == "is not a valid name"
+
+
+def test_a_place_that_nothing_can_be_written_to_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def works(*_: Any) -> None:
+        raise AssertionError("the work was begun")
+
+    monkeypatch.setattr(explored, "explorer_page", works)
+    monkeypatch.setattr(loading, "load", works)
+    monkeypatch.setattr(serving, "load_any", works)
+    (tmp_path / "file").write_text("no folder")
+    model = str(tmp_path / "model")
+    for words in (
+        ["explore", "preset:gqa-tiny", "--out", str(tmp_path)],
+        ["inspect", model, "--text", "a", "--out", str(tmp_path)],
+        ["import", model, str(tmp_path / "file" / "inner")],
+    ):
+        assert run_command(words) == 2, words
+
+
+def test_more_ranks_than_a_machine_has_are_refused() -> None:
+    assert run_command(["train", "preset:gqa-tiny", "--out", "none", "--nproc", "1000000000"]) == 2

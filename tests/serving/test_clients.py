@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx2 as httpx
 import pytest
@@ -129,8 +129,8 @@ def test_a_client_that_leaves_before_its_body_is_there_is_no_failure_of_the_serv
     async def app(*_: Any) -> None:
         raise error
 
-    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
-    asyncio.run(Gate(app, Access(None))(scope, app, app))
+    scope, unused = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}, cast(Any, None)
+    asyncio.run(Gate(app, Access(None))(scope, unused, unused))
     assert ("failed inside the server" in capsys.readouterr().err) == is_said
 
 

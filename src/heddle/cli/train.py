@@ -9,6 +9,8 @@ from heddle.distributed import LAUNCHER, is_rank
 from heddle.errors import ConfigError
 from heddle.training.settings import TrainSettings
 
+MAX_RANKS = 1024  # of one machine
+
 
 def train(settings: TrainSettings) -> None:
     """Train a design; print its bits per byte on held-out text and a generated sample.
@@ -32,8 +34,8 @@ def launch_ranks(arguments: Sequence[str], processes: int | None, max_restarts: 
         raise ConfigError(f"--max-restarts {max_restarts}: must be at least 0")
     if processes is None:
         return
-    if processes < 1:
-        raise ConfigError(f"--nproc {processes}: must be at least 1")
+    if not 1 <= processes <= MAX_RANKS:
+        raise ConfigError(f"--nproc {processes}: must be from 1 to {MAX_RANKS}, one for each GPU of this machine")
     if is_rank():
         started = os.environ.get("LOCAL_WORLD_SIZE", str(processes))
         if started != str(processes):

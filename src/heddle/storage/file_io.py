@@ -331,6 +331,13 @@ def _is_alive(process: int) -> bool:
     return True
 
 
+def refuse_no_file(path: Path) -> None:
+    """Raise CheckpointError for a folder, a pipe, a device or anything else that a file must not replace."""
+    what = describe_path(path)
+    if what not in ("is a file", "does not exist", "is a symbolic link to nothing", "lies below a file"):
+        raise CheckpointError(f"{path}: {what}, not a file; choose another name")
+
+
 @contextmanager
 def replace_file(path: Path, remedy: str | None = None) -> Iterator[Path]:
     """Yield a temporary path next to `path`. Write the new file there; it then replaces `path`.
@@ -341,9 +348,7 @@ def replace_file(path: Path, remedy: str | None = None) -> Iterator[Path]:
     `remedy`, if the file cannot be written, CheckpointError if its folder cannot be created or if `path` is a folder, a
     pipe, a device or anything else that a file must not replace.
     """
-    what = describe_path(path)
-    if what not in ("is a file", "does not exist", "is a symbolic link to nothing", "lies below a file"):
-        raise CheckpointError(f"{path}: {what}, not a file; choose another name")
+    refuse_no_file(path)
     try:
         make_folder(path.parent)
     except OSError as error:
@@ -386,6 +391,8 @@ def refuse_existing(path: Path, what: str) -> None:
             raise CheckpointError(f"{path}: {found}; {remedy}")
         kind = " and is a file" if found == "is a file" else ""
         raise CheckpointError(f"{path}: exists already{kind}; {remedy}, or remove it")
+    if (found := describe_path(path)) == "lies below a file":
+        raise CheckpointError(f"{path}: {found}, so it cannot be written; choose another place for {what}")
 
 
 def replace_folder(staged: Path, folder: Path) -> None:

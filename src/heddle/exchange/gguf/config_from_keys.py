@@ -105,7 +105,7 @@ class Keys:
         width, heads = self.number("embedding_length"), self.number("attention.head_count")
         return self.of_graph("attention.key_length", width // max(heads, 1))
 
-    def _checked(self, name: str, value: Any, kind: type) -> Any:
+    def _checked(self, name: str, value: Any, kind: type[T]) -> T:
         """The value. One number for all layers may be an array with a number for each."""
         if kind is int and isinstance(value, list) and len(set(value)) == 1:
             [value] = set(value)
