@@ -179,7 +179,8 @@ def _run_all(ladder: Ladder, until: float) -> dict[RunKey, Result]:
         results |= {key: of_task.get(task) or task.saved_result() or _not_run(task) for task, key in wave.items()}
     missing = sum(not file.is_file() for file in files)
     if missing and time.monotonic() >= until:
-        progress.print_status(f"the time budget ended before {missing} of {len(files)} runs; the same command continues")
+        ended = f"the time budget ended before {missing} of {len(files)} runs"
+        progress.print_status(f"{ended}; the same command continues")
     return results
 
 
