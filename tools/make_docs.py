@@ -292,7 +292,7 @@ def shared_blocks(slot: str) -> Iterator[str]:
 
 
 def kind_blocks(slot: str, kind: str) -> Iterator[str]:
-    """One kind: its docstring, fields, parameters, state, cost and planted bugs."""
+    """One kind: its docstring, picture, fields, parameters, state and cost."""
     cls = kind_class(slot, kind)
     yield f"## {kind}"
     yield prose(sys.modules[cls.__module__].__doc__)
