@@ -165,7 +165,8 @@ class Embedding(SelfInitialized):
 
         `shared(layout)` is then the weight for the head.
         """
-        if self.lookup_module is None and self.weight.requires_grad and device_type(self.weight) == "cpu":
+        is_plain = self.lookup_module is None and type(self.weight) is nn.Parameter  # not one rank's shard
+        if is_plain and self.weight.requires_grad and device_type(self.weight) == "cpu":
             layout.cache[self] = self.weight
 
     def shared(self, layout: Layout) -> Tensor:

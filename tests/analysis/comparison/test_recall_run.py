@@ -1,6 +1,7 @@
 """A comparison with recall tests: which copies are trained, and what lies in the report beside the mean loss."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,18 @@ from tests.analysis.comparison.runs import Workers, command, read_report
 
 
 @pytest.fixture
-def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the table itself, which workers within this process have imported."""
-    for name in [*probes.RECALL_PROBES]:
-        if name not in ("mqar", "parity", "s5"):
-            monkeypatch.delitem(probes.RECALL_PROBES, name)
-            continue
+    table, short = dict(probes.RECALL_PROBES), {}
+    for name in ("mqar", "parity", "s5"):
         source = {"mqar": "recall:mqar,pairs=2,keys=2,length=8"}.get(name, f"recall:{name},length=8")
-        probe = RecallProbe(name.upper(), source, "What?", 2, batch_size=2, mixers_only=name == "mqar")
-        monkeypatch.setitem(probes.RECALL_PROBES, name, probe)
+        short[name] = RecallProbe(name.upper(), source, "What?", 2, batch_size=2, mixers_only=name == "mqar")
     monkeypatch.setattr(probes, "FINAL_TOKENS", 360)
+    probes.RECALL_PROBES.clear()
+    probes.RECALL_PROBES.update(short)
+    yield
+    probes.RECALL_PROBES.clear()
+    probes.RECALL_PROBES.update(table)  # in its order
 
 
 @pytest.mark.usefixtures("short_probes")
