@@ -1,5 +1,7 @@
 """Pictures of parts show what parts read."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -28,8 +30,7 @@ def test_each_picture_is_drawn_and_its_kind_exists() -> None:
     ("label", "first"),
     [("causal", lambda t: 0), ("window 6", lambda t: max(0, t - 5)), ("chunks of 6", lambda t: t - t % 6)],
 )
-def test_tokens_that_attention_reads(label: str, first: object) -> None:
-    assert callable(first)
+def test_tokens_that_attention_reads(label: str, first: Callable[[int], int]) -> None:
     assert read("mixers-attention", label) == [[first(t) <= s <= t for s in range(TOKENS)] for t in range(TOKENS)]
 
 
