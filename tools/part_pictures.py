@@ -26,7 +26,7 @@ from tests.cases import Data, attention, compressed, design, differential, index
 FOLDER = Path(__file__).resolve().parents[1] / "docs/images/parts"
 TOKENS, LAYERS, PROBES = 24, 6, 3
 STEP = 1e-5
-SIDE, GAP, CAPTION, PANELS_IN_A_ROW = 132, 18, 34, 5  # pixels
+SIDE, GAP, CAPTION, PANELS_IN_A_ROW = 132, 18, 34, 3  # pixels; three are readable on a phone
 SHADES = ("#e3ecf7", "#bdd3ec", "#8fb4dd", "#5f92c9", "#3b6fae", "#1f4e8c", "#0f3263")
 MLP: Data = {"kind": "mlp", "hidden": 24}
 
