@@ -337,7 +337,8 @@ def _decode_value(content: tuple[type[Config] | None, bool, bool], value: Any, p
         return value
     if listed and not (isinstance(value, str) and words):
         if not isinstance(value, list | tuple):
-            raise DesignError(path, f"expected a list, got {describe_value(value)}")
+            remedy = "; write it in brackets, with commas" if nested is None else ""
+            raise DesignError(path, f"expected a list, got {describe_value(value)}{remedy}")
         if nested is None:
             return tuple(value)
         return tuple(

@@ -60,7 +60,8 @@ MESSAGES = {
     "layers.0.mixer.position.inv_freq=[1, 2]": "layers[0].mixer.position.inv_freq: 2 given; rotary_dim = 6 needs 3",
     "layers.0.mixer.position.inv_freq=[1, .nan]": "layers[0].mixer.position.inv_freq[1]: "
     "should be a finite number, got nan (a number)",
-    "layers.0.mixer.position.inv_freq=3": "layers[0].mixer.position.inv_freq: expected a list, got 3 (a whole number)",
+    "layers.0.mixer.position.inv_freq=3": "layers[0].mixer.position.inv_freq: "
+    "expected a list, got 3 (a whole number); write it in brackets, with commas",
     "layers.0.mixer.position.base=0": "layers[0].mixer.position.base: should be greater than 0, got 0 (a whole number)",
     "layers.0.mixer.position.base=.inf": "layers[0].mixer.position.base: should be a finite number, got inf (a number)",
     "layers.0.mixer.position.layout=hafl": "layers[0].mixer.position.layout: unknown value 'hafl'; "
