@@ -131,6 +131,8 @@ def _read_scaling(config: ConfigReader, parameters: ConfigReader, original_lengt
         known = ", ".join(("default", *SCALING_FIELDS))
         raise ConfigError(f"{parameters.source}: rope_type {short_repr(kind)} is not known; heddle reads {known}")
     scaling: dict[str, Any] = {name: parameters.optional(hf_name) for name, hf_name in SCALING_FIELDS[kind].items()}
+    if kind == "yarn":
+        scaling["truncate"] = parameters.get("truncate", True)
     parameters.unread.discard(ORIGINAL_LENGTH)
     max_positions: Any = config.data.get("max_position_embeddings")
     if "original_length" in SCALING_FIELDS[kind]:

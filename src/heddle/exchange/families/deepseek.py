@@ -56,7 +56,7 @@ def read_attention(
     and `v_head_dim`, which is required if there is none.
     """
     rope_dim = config.require("qk_rope_head_dim", int)
-    config.expect("head_dim", rope_dim, None)  # written as the width of the rotated part
+    config.expect("head_dim", rope_dim, default=rope_dim)  # written as the width of the rotated part
     return read_latents(config, query_rank, value_dim) | {
         "position": read_latent_rope(config, rope_dim) | {"layout": layout}
     }
