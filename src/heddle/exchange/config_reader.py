@@ -104,8 +104,13 @@ class ConfigReader:
         self.unread -= set(names)
 
     def get(self, name: str, default: T, *aliases: str) -> T:
-        """The value of a field, or `default` if it is absent or null. It must have the default's type."""
-        value = self.optional(name, *aliases)
+        """The value of a field, or `default` if it is absent or null. It must have the default's type.
+
+        In place of true or false, null is false, as in transformers.
+        """
+        value: Any = self.optional(name, *aliases)
+        if value is None and default is True:
+            value = not any(self.names.get(key, key) in self.data for key in (name, *aliases))
         if isinstance(default, float) and type(value) is int:
             value = float(value)
         if value is not None and type(value) is not type(default):
@@ -142,6 +147,8 @@ class ConfigReader:
         self.last_read = name = self.names.get(name, name)
         self.unread.discard(name)
         value = self.data.get(name, default)
+        if value is None and True in allowed and name in self.data:
+            value = False  # as in `get`
         if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed):
             choices = ", ".join(repr(choice) for choice in allowed)
             raise self.invalid(name, f"heddle builds {choices} only")

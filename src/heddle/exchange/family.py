@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+from collections import ChainMap
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -248,6 +249,28 @@ class ModuleNames:
 
 FAMILIES_FOLDER = Path(__file__).parent / "families"
 NOT_READ_FILE = Path(__file__).parent / "not_read.json"
+# Values of fields that a file may lack, and the families whose classes have them. Other defaults stand where the fields
+# are read; latent attention has as many heads of keys as of queries, whatever its class has.
+CLASS_DEFAULTS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"num_key_value_heads": 2}, "ernie4_5 glm glm4 internlm3"),
+    (
+        {"num_key_value_heads": 4},
+        "flint gemma2 gemma3_text granite_swa kolibri1 lfm3 mellum minimax_m3_vl_text smollm3 vaultgemma",
+    ),
+    (
+        {"num_key_value_heads": 8},
+        "bamba cwm emu3_text_model falcon_h1 gpt_oss hy_v3 iquestcoder laguna lfm2 lfm2_moe llama4_text ministral"
+        " ministral3 mistral nemotron_h phimoe seed_oss",
+    ),
+    ({"num_key_value_heads": 16}, "gemma qwen2_moe"),
+    ({"num_key_value_heads": 20}, "helium"),
+    ({"num_key_value_heads": 32}, "dots1 qwen2 qwen3"),
+    ({"head_dim": 64}, "gpt_oss"),
+    ({"head_dim": 128}, "glm glm4 internlm3 iquestcoder"),
+    ({"rms_norm_eps": 1e-5}, "internlm3 iquestcoder"),
+    ({"layer_norm_eps": 1e-5, "type_vocab_size": 1}, "xlm-roberta-xl"),
+    ({"n_group": 8, "topk_group": 4}, "axk1 deepseek_v3 deepseek_v32"),
+)
 
 
 @dataclass(frozen=True)
@@ -274,6 +297,11 @@ class Family:
     priority: int = 100
     documents: Mapping[str, str] = field(default_factory=dict)
     multi_token: ModuleNames | None = None
+
+    def reader(self, config: Mapping[str, Any], source: str) -> ConfigReader:
+        """The fields of a config.json, with the values that the family's class has for those that it lacks."""
+        defaults = [fields for fields, names in CLASS_DEFAULTS if self.model_type in names.split()]
+        return ConfigReader(dict(ChainMap(dict(config), *defaults)), source)
 
 
 @cache

@@ -87,7 +87,8 @@ def read_rope(
 
 def read_rope_or(config: ConfigReader, head_dim: int, theta: float, default: Mapping[str, Any]) -> dict[str, Any]:
     """As `read_rope`; from the table `default` if the config has no RoPE at all."""
-    if any(config.data.get(name) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+    older = any(config.data.get(name) for name in ("rope_scaling", "rope_theta"))
+    if older or config.data.get("rope_parameters") is not None:
         return read_rope(config, head_dim, theta)
     return read_rope_table(config, default, head_dim, theta)
 
@@ -131,12 +132,13 @@ def _read_scaling(config: ConfigReader, parameters: ConfigReader, original_lengt
         known = ", ".join(("default", *SCALING_FIELDS))
         raise ConfigError(f"{parameters.source}: rope_type {short_repr(kind)} is not known; heddle reads {known}")
     scaling: dict[str, Any] = {name: parameters.optional(hf_name) for name, hf_name in SCALING_FIELDS[kind].items()}
+    if kind == "yarn":
+        scaling["truncate"] = parameters.get("truncate", True)
     parameters.unread.discard(ORIGINAL_LENGTH)
     max_positions: Any = config.data.get("max_position_embeddings")
     if "original_length" in SCALING_FIELDS[kind]:
-        scaling["original_length"] = (
-            config.get(ORIGINAL_LENGTH, 0) or original_length or scaling["original_length"] or max_positions
-        )
+        lengths = (config.optional(ORIGINAL_LENGTH), original_length, scaling["original_length"], max_positions)
+        scaling["original_length"] = next((length for length in lengths if length is not None), None)
     if kind == "dynamic":
         scaling |= {"kind": "ntk", "original_length": config.require("max_position_embeddings", int)}
     has_lengths = isinstance(max_positions, int) and isinstance(scaling.get("original_length"), int)

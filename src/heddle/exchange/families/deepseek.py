@@ -56,7 +56,7 @@ def read_attention(
     and `v_head_dim`, which is required if there is none.
     """
     rope_dim = config.require("qk_rope_head_dim", int)
-    config.expect("head_dim", rope_dim, None)  # written as the width of the rotated part
+    config.expect("head_dim", rope_dim, default=rope_dim)  # written as the width of the rotated part
     return read_latents(config, query_rank, value_dim) | {
         "position": read_latent_rope(config, rope_dim) | {"layout": layout}
     }
@@ -534,14 +534,15 @@ def read_minicpm3(config: ConfigReader) -> dict[str, Any]:
     width, heads = config.require_count("hidden_size"), config.require_count("num_attention_heads")
     depth = config.require_count("num_hidden_layers")
     branches, base = config.get_nullable("scale_depth", 1.4), config.get_nullable("dim_model_base", 256)
+    branches = 1.0 if branches is None else branches / depth**0.5
     mixer = read_attention(config, "half", query_rank=768, value_dim=width // heads)
     return _common.rms_design(
         config,
         1e-5,
         _common.same_layers(config, mixer, _common.read_gated(config, bias=config.get("mlp_bias", False))),
         embedding={"multiplier": _common.multiplier(config.get("scale_emb", 12.0))},
-        residual={"kind": "pre_norm", "multiplier": _common.multiplier(branches / depth**0.5 if branches else 1.0)},
-        head={"tied": config.get("tie_word_embeddings", True), "scale": (base or width) / width},
+        residual={"kind": "pre_norm", "multiplier": _common.multiplier(branches)},
+        head={"tied": config.get("tie_word_embeddings", True), "scale": (width if base is None else base) / width},
     )
 
 

@@ -91,7 +91,8 @@ def _read_ropes(config: ConfigReader, head_dim: int) -> list[dict[str, Any]]:
     tables = given if nested else {"main": {}, "compress": scaling | given}
     ropes = []
     for name, theta in thetas.items():
-        table = tables[name] if nested else tables[name] | {"rope_theta": theta, "partial_rotary_factor": factor}
+        plain = {"rope_theta": thetas["main"] if nested else theta, "partial_rotary_factor": factor}
+        table = plain | tables[name] if nested else tables[name] | plain
         if table.get("rope_type", table.get("type")) == "yarn" and table.get("attention_factor") != 1.0:
             raise config.invalid("rope_parameters", "yarn needs attention_factor 1.0; give it, or scale nothing")
         if table.get("truncate") is False:

@@ -39,7 +39,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 def _read_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:
     """RoPE of all dims, with the YaRN of the published model if the config has no scaling."""
-    has_rope = config.optional("rope_parameters", "rope_scaling")
+    has_rope = config.data.get("rope_scaling") or config.optional("rope_parameters") is not None
     rope_config = config if has_rope else ConfigReader({**config.data, "rope_parameters": DEFAULT_YARN})
     rope = read_rope(rope_config, head_dim, DEFAULT_THETA)
     config.unread -= {"rope_parameters", "rope_scaling", "rope_theta"}

@@ -34,7 +34,7 @@ def branch_multiplier(design: ModelConfig) -> float:
 
 def read_mixer(config: ConfigReader) -> dict[str, Any]:
     """Attention with a multiplier of its scores."""
-    bias, scale = config.get("attention_bias", False), config.get("attention_multiplier", 1.0)
+    bias, scale = config.get("attention_bias", False), config.get_nullable("attention_multiplier", 1.0)
     return _common.read_attention(config, bias=bias, scale=scale)
 
 

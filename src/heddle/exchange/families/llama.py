@@ -13,13 +13,11 @@ from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.mixers.differential_attention import DifferentialAttentionConfig
 
 
-def read_llama(config: ConfigReader, head_dim: int | None = None) -> dict[str, Any]:
+def read_llama(config: ConfigReader) -> dict[str, Any]:
     """Llama 2 and 3 (Meta 2023, 2024): pre-norm, grouped queries, SwiGLU, RoPE with Llama 3.1's scaling."""
-    # head_dim: where the config has no such field.
     _common.check_width(config)
     config.get("pretraining_tp", 1)  # tensor parallelism of the pretraining; the sums are the same
-    own = None if "head_dim" in config.data else head_dim
-    mixer = _common.read_attention(config, head_dim=own, bias=config.get("attention_bias", False))
+    mixer = _common.read_attention(config, bias=config.get("attention_bias", False))
     feedforward = _common.read_gated(config, bias=config.get("mlp_bias", False))
     return _common.rms_design(config, 1e-6, _common.same_layers(config, mixer, feedforward))
 
@@ -31,16 +29,13 @@ def write_llama(design: ModelConfig) -> dict[str, Any]:
 LLAMA = Family("llama", "LlamaForCausalLM", read_llama, write_llama, _common.map_weights, priority=0)
 
 
-HEAD_DIM = 128  # of InternLM3 and IQuest-Coder, if the config has no such field
-
-
 def read_internlm3(config: ConfigReader) -> dict[str, Any]:
     """InternLM3 (Shanghai AI Laboratory 2025): Llama's decoder with all biases or none."""
     # `qkv_bias` and `bias` are the names of the two biases in the first files.
     bias = config.get("attention_bias", False, "qkv_bias")
     if config.get("mlp_bias", False, "bias") != bias:
         raise config.invalid("mlp_bias", "should equal attention_bias")
-    design = read_llama(config, HEAD_DIM)
+    design = read_llama(config)
     for part in ("mixer", "feedforward"):
         design["layers"][0][part]["bias"] = bias
     return design
@@ -54,7 +49,7 @@ def read_iquestcoder(config: ConfigReader) -> dict[str, Any]:
     # Fields of the original code that no published model sets are refused where they are on.
     config.expect("clip_qkv", None)
     config.expect("use_sliding_window", False, None)
-    return read_llama(config, HEAD_DIM)
+    return read_llama(config)
 
 
 IQUESTCODER = Family("iquestcoder", "LlamaForCausalLM", read_iquestcoder, write_llama, _common.map_weights)

@@ -57,8 +57,7 @@ def read_ministral3(config: ConfigReader) -> dict[str, Any]:
     growth.
     """
     heads = _common.read_heads(config, head_dim=128)
-    empty: dict[str, Any] = {}
-    table = config.get("rope_parameters", empty, "rope_scaling") or MINISTRAL3_ROPE
+    table = config.optional("rope_scaling") or config.get("rope_parameters", MINISTRAL3_ROPE)
     beta, length = table.get(BETA), table.get(ORIGINAL_LENGTH)
     if not isinstance(beta, int | float) or type(length) is not int:
         raise config.invalid("rope_parameters", f"it should have a '{BETA}' and an '{ORIGINAL_LENGTH}'")

@@ -121,7 +121,7 @@ def map_phi3(design: ModelConfig, weights: WeightMap) -> None:
 PHI3 = Family("phi3", "Phi3ForCausalLM", read_phi3, write_phi3, map_phi3)
 
 
-MIXER = "sparse_mixer"
+MIXER, PHIMOE_THETA = "sparse_mixer", 1e6
 SHORT_SCALE, LONG_SCALE = "short_mscale", "long_mscale"
 
 
@@ -161,7 +161,7 @@ def _read_mixed_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:
         plain["attention_factor"] = float(scale)
     inner = ConfigReader({**config.data, "rope_parameters": plain, "rope_scaling": None}, config.source)
     config.unread -= {"rope_theta", "rope_parameters", ORIGINAL_LENGTH}
-    return read_rope(inner, head_dim)
+    return read_rope(inner, head_dim, PHIMOE_THETA)
 
 
 def write_phimoe(design: ModelConfig) -> dict[str, Any]:
