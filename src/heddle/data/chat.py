@@ -128,6 +128,11 @@ class ChatFormat:
         """Whether the template reads tools, functions that the assistant may call."""
         return "tools" in self._compiled_template.names
 
+    @property
+    def takes_calls(self) -> bool:
+        """Whether the template writes an assistant's calls of tools."""
+        return "tool_calls" in self.template
+
     def encode_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Return the tokens up to the start of the assistant's next answer. Raises UnreadableError.
 
