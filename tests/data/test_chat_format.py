@@ -87,6 +87,16 @@ def test_answers_get_their_own_rows_if_the_template_renders_past_turns_different
         assert learned == "<think>\n\n</think>\n\n" + messages[stop - 1]["content"] + "<|im_end|>"
 
 
+def test_a_template_that_reads_parts_alone_gets_them(chat_tokenizer: Tokenizer) -> None:
+    text, parts = "m.content", "m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join"
+    template = "{%% for m in messages %%}{{ '<|head|>' + m.role + (%s) + '<|eot|>' }}{%% endfor %%}"
+    template += "{%% if add_generation_prompt %%}<|head|>assistant{%% endif %%}"
+    plain, other = (ChatFormat(chat_tokenizer, {CHAT_TEMPLATE_FILE: template % each}) for each in (text, parts))
+    messages = chats.conversation(1)
+    assert chats.encode(other, messages) == chats.encode(plain, messages)
+    assert other.encode_prompt(messages[:-1]) == plain.encode_prompt(messages[:-1])
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -323,6 +323,13 @@ def test_records_in_a_field_of_an_object_are_not_read_as_text(start: str, tmp_pa
     assert list(read_documents(tmp_path / "a.json", "body")) == [content]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.txt.zst"])
+def test_a_pointer_in_place_of_a_file_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(UnreadableError, match="Git LFS pointer"):
+        list(read_documents(tmp_path / name))
+
+
 def test_a_compressed_tar_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar\0" + bytes(249)))
     with pytest.raises(UnreadableError, match="tar archive"):

@@ -123,6 +123,8 @@ def test_splits_are_told_by_the_names_of_files(tmp_path: Path) -> None:
         write_parquet(path, [f"{number}"])
     (tmp_path / "hub" / "loader.py").write_text("raise SystemExit('no code of a data set is run')")
     (tmp_path / "hub" / ".hidden.parquet").write_text("nothing")
+    write_parquet(tmp_path / "hub" / "more.parquet", ["of no split"])
+    assert [skipped.file for skipped in scan(f"hf:{tmp_path}/hub").skipped_files] == ["more.parquet"]
     assert read(tmp_path / "hub") == ["0", "1"]
     assert read(f"{tmp_path}/hub,split=test") == ["2"]
     with pytest.raises(DataError, match="'validation'"):
@@ -173,9 +175,16 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         ("hf:@/one,text=", "has no option 'text='"),
         ("hf:@/one,text=a,text=b", "text twice"),
         ("hf:@/one,text=titel", r"data file @/one/data-00000-of-00003.arrow has no column 'titel': name one with "
-         "text=COLUMN; columns: text, body, n"),
+         "hf:@/one,text=text; columns: text, body, n"),
         ("hf:@/one.parquet,text=titel", "has no column 'titel': .*; columns: text, body, n"),
-        ("hf:@/one,text=n", "has int64 in column 'n', not text"),
+        ("hf:@/both,split=held,text=n", "int64 in column 'n', not text: name one with hf:@/both,split=held,text=text"),
+        ("@/body.parquet", "has no column 'text': name one with hf:@/body.parquet,text=body; columns: n, body"),
+        ("@/twice.parquet", "has 2 columns 'text': name one with hf:@/twice.parquet,text=body"),
+        ("hf:@/number.parquet", "has no column 'text': write the text to a column of its own; columns: n"),
+        ("hf:@/pointer.parquet", "is a Git LFS pointer"),
+        ("hf:@/rowless", "has no rows"),
+        ("@/one", "is a data set that `datasets` saved: name it with hf:@/one"),
+        ("@/both", "is a data set that `datasets` saved: name it with hf:@/both"),
         ("hf:@/one,split=test", "has no split 'test'"),
         ("hf:@/both,split=test", "has no split 'test'; splits: train, held"),
         ("hf:@/one.parquet,split=test", "has no split 'test'"),
@@ -198,11 +207,17 @@ def test_what_cannot_be_read_is_one_sentence(saved: Path, argument: str, message
     (saved / "x.csv").write_text("text\na\n")
     (saved / "bad.jsonl").write_text('{"other": 1}\n{"body": "b"}\n')
     write_parquet(saved / "blank.parquet", [None, " "])
+    (saved / "pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    texts = pyarrow.array(["a"])
+    for name, columns in {"body": ["n", "body"], "twice": ["text", "text", "body"], "number": ["n"]}.items():
+        values = [pyarrow.array([1]) if column == "n" else texts for column in columns]
+        parquet.write_table(pyarrow.Table.from_arrays(values, names=columns), saved / f"{name}.parquet")
     for name, state in {
         "lost": {"_data_files": [{"filename": "../one/data-00000-of-00003.arrow"}]},
         "gone": {"_data_files": [{"filename": "data.arrow"}]},
         "ordered": {"_data_files": [{"filename": "data.arrow"}], "_indices_data_files": [{"filename": "i.arrow"}]},
         "torn": None,
+        "rowless": {"_data_files": []},
     }.items():
         (saved / name).mkdir(exist_ok=True)
         (saved / name / "state.json").write_text("{" if state is None else json.dumps(state))

@@ -2,11 +2,14 @@
 
 import gzip
 import os
+import shlex
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow
+import pyarrow.ipc
 import pytest
 
 from heddle.data import sources
@@ -232,10 +235,35 @@ def test_files_without_a_suffix_and_manual_pages_are_read_if_they_are_text(tmp_p
     assert source.ignored_files == 3
 
 
+def test_a_saved_data_set_below_a_folder_is_named_and_arrow_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    for name in ("state.json", "dataset_info.json", "saved/state.json", "saved/dataset_info.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "state.json").unlink()  # alone, it may be of any program
+    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), (table := pyarrow.table({"text": ["warp"]})).schema) as file:
+        file.write_table(table)
+    source = scan(tmp_path)
+    assert list(source.read()) == ["warp", "{}"]
+    [skipped] = source.skipped_files
+    assert (skipped.file, shlex.split(skipped.reason)[-1]) == ("saved", f"hf:{tmp_path}/saved")
+
+
 def test_tables_and_pages_are_left_out_and_said_to_be(tmp_path: Path) -> None:
-    for name in ("a.csv", "b.CSV", "c.html", "d.tsv.gz", "f.psv", "g.xhtml", "e.txt"):
+    for name in (
+        "a.csv",
+        "b.CSV",
+        "c.html",
+        "d.tsv.gz",
+        "f.psv",
+        "g.xhtml",
+        "h.jsonl.zip",
+        "i.tar.gz",
+        "j.pdf",
+        "e.txt",
+    ):
         (tmp_path / name).write_text("text")
     source = scan(tmp_path)
     assert list(source.read()) == ["text"]
-    assert source.left_out == {".csv": 2, ".html": 1, ".psv": 1, ".tsv": 1, ".xhtml": 1}
+    one_each = dict.fromkeys((".html", ".pdf", ".psv", ".tar", ".tsv", ".xhtml", ".zip"), 1)
+    assert source.left_out == {".csv": 2} | one_each
     assert list(scan(tmp_path / "a.csv").read()) == ["text"]  # named, it is read as it is

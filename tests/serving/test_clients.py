@@ -160,6 +160,7 @@ ASKS: list[tuple[str, Any]] = [
     ("best_of", 2),
     ("suffix", "x"),
     ("n", 200),
+    ("max_completion_tokens", 5),
     ("modalities", ["audio"]),
     ("reasoning_effort", "high"),
     ("min_p", 0.1),

@@ -210,6 +210,15 @@ def test_a_refusal_says_when_the_queue_will_have_moved() -> None:
         assert engine.retry_seconds == 60  # no request runs longer
 
 
+def test_a_piece_of_an_answer_does_not_wait_for_the_one_before() -> None:
+    """As with Nagle's algorithm, where a client's kernel acknowledges a piece after 40 ms."""
+    with running_server() as server:
+        server.client.get("/health")
+        [connection] = server.server.server_state.connections
+        sent = connection.transport.get_extra_info("socket")
+        assert sent.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
 def test_connections_and_slow_headers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
     with running_server(connections=2) as server:

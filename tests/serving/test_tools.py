@@ -154,10 +154,12 @@ def test_a_special_token_with_a_quote_is_seen_wherever_it_stands() -> None:
     assert quoted.read("chat", body(tools=TOOLS)).has_tools
 
 
-def test_a_template_without_tools_refuses_them() -> None:
+@pytest.mark.parametrize(("field", "fields"), [("tools", {"tools": TOOLS}), ("messages", {"messages": TALK})])
+def test_a_template_without_tools_refuses_them(field: str, fields: dict[str, Any]) -> None:
+    plain = reader("{% for message in messages %}{{ message.content or '' }}{% endfor %}")
     with pytest.raises(RequestError) as refused:
-        reader("{% for message in messages %}{{ message.content }}{% endfor %}").read("chat", body(HI, tools=TOOLS))
-    assert refused.value.field == "tools"
+        plain.read("chat", body(**({"messages": HI} | fields)))
+    assert refused.value.field == field
 
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]

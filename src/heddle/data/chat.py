@@ -100,7 +100,7 @@ class ChatFormat:
     @cached_property
     def _following_ids(self) -> tuple[int, ...]:
         """The added token that follows an answer; empty if none does."""
-        for messages in (_ASKED, ({"role": "system", "content": "a"}, *_ASKED)):  # some templates need a system message
+        for messages in _ASKING:
             try:
                 _, found, rest = self._render(messages, False).rpartition(_PROBE)
             except UnreadableError:
@@ -127,6 +127,11 @@ class ChatFormat:
     def takes_tools(self) -> bool:
         """Whether the template reads tools, functions that the assistant may call."""
         return "tools" in self._compiled_template.names
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether the template writes an assistant's calls of tools."""
+        return "tool_calls" in self.template
 
     def encode_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Return the tokens up to the start of the assistant's next answer. Raises UnreadableError.
@@ -226,7 +231,27 @@ class ChatFormat:
         if match is not None:
             raise UnreadableError(f"has the special token '{printable(match[0])}' in a message: leave it out")
 
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template writes a content that is a list of parts, and loses one that is a text."""
+        return not any(map(self._writes, _ASKING)) and any(
+            self._writes([*map(_in_parts, messages)]) for messages in _ASKING
+        )
+
+    def _writes(self, messages: Messages) -> bool:
+        try:
+            return _PROBE in self._rendered(messages, False)
+        except UnreadableError:
+            return False
+
     def _render(
+        self, messages: Messages, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        if self._takes_parts:
+            messages = [_in_parts(message) for message in messages]
+        return self._rendered(messages, add_generation_prompt, tools)
+
+    def _rendered(
         self, messages: Messages, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
         return self._compiled_template.render(
@@ -236,6 +261,12 @@ class ChatFormat:
             documents=None,
             **self._special_tokens,
         )
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its text as a list of parts."""
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
 
 
 def chat_template_text(tokenizer_files: Mapping[str, str]) -> str | None:
@@ -297,6 +328,7 @@ def special_token_text(token: Any) -> str | None:
 CHAT_PREFIX = "chat:"
 _PROBE = "Xyzzy"  # an answer
 _ASKED = ({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _PROBE})
+_ASKING = (_ASKED, ({"role": "system", "content": "a"}, *_ASKED))  # some templates need a system message
 TRAIN_FIELDS = ("weight", "train", "training")  # of a message, in OpenAI's and axolotl's files
 _ABOUT_TRAINING = re.compile(r"train|learn|loss|weight|mask", re.IGNORECASE)  # names of fields beside `messages`
 MAX_MESSAGES = 1000  # per conversation
@@ -536,8 +568,9 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
         raise _InvalidRecordError('has no list "messages"')
     if len(messages) > MAX_MESSAGES:  # each answer is rendered with all messages before it
         raise _InvalidRecordError(f"has more than {MAX_MESSAGES} messages")
-    if record.get("tools"):
-        raise _InvalidRecordError('has "tools", which are not supported,')
+    for name in ("tools", "functions"):
+        if record.get(name):
+            raise _InvalidRecordError(f'has "{name}", which are not supported,')
     for number, message in enumerate(messages):
         location = f"messages[{number}]"
         if not isinstance(message, dict):
@@ -545,24 +578,21 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
             raise _InvalidRecordError(f"has the unknown role {printable(json.dumps(role))[:40]} in {location}")
-        if not isinstance(content, str) or not content.strip():
-            raise _InvalidRecordError(f"has no content in {location}")
         known = ("role", "content", *TRAIN_FIELDS)
         extra_fields = [name for name, value in message.items() if name not in known and not _is_neutral(value)]
         if extra_fields:
             raise _InvalidRecordError(
                 f"has the field {printable(json.dumps(extra_fields[0]))[:40]}, which is not supported, in {location}"
             )
+        if not isinstance(content, str) or not content.strip():
+            raise _InvalidRecordError(f"has no text as the content of {location}")
         if any("\ud800" <= character <= "\udfff" for character in content):
             raise _InvalidRecordError(f"has half a surrogate pair in {location}")
         _check_train_fields(message, location)
     for name, value in record.items():
-        is_refused = (
-            name in TRAIN_FIELDS and not _is_neutral(value) and (isinstance(value, str) or value not in (1, True))
-        )
-        if is_refused or (value in (0, False) and _ABOUT_TRAINING.search(name)):
+        if _ABOUT_TRAINING.search(name) and _says_not_to_train(name, value):
             label = printable(json.dumps(name))[:40]
-            raise _InvalidRecordError(f"has a {label} that says not to train on the conversation: leave it out,")
+            raise _InvalidRecordError(f"has a {label} that says not to train on all of the conversation: leave it out,")
     if all(message["role"] != ASSISTANT for message in messages):
         raise _InvalidRecordError("has no message of the assistant")
     untrained = [
@@ -578,6 +608,21 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
 def _is_neutral(value: Any) -> bool:
     """Whether an unknown field can be ignored: null or empty. False and 0 might mean not to train on the message."""
     return value is None or value in ("", [], {})
+
+
+def _says_not_to_train(name: str, value: Any) -> bool:
+    """Whether a field beside `messages` leaves a part of them out of the loss, or weighs it."""
+    is_weight, parts = name in TRAIN_FIELDS or "weight" in name.lower(), [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list | dict):
+            parts += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, str):
+            if part and name in TRAIN_FIELDS:
+                return True
+        elif part is not None and (part == 0 or (is_weight and part != 1)):
+            return True
+    return False
 
 
 def _check_train_fields(message: Mapping[str, Any], location: str) -> None:

@@ -33,8 +33,10 @@ MAX_RATIO = 100
 MAX_XZ_MEMORY = 256 * 1024 * 1024  # for the dictionary of an .xz file, whose size its header sets
 _BLOCK_BYTES = 1024 * 1024
 _TAR_BYTES = 262  # of a tar archive's header, up to the end of its mark
+LFS_POINTER = b"version https://git-lfs"  # what stands in place of a file that was not downloaded
 # What files begin with that are named as text, and are not: what they are, and the remedy.
 _OTHER_FORMATS = (
+    (LFS_POINTER, "a Git LFS pointer, not the file", "run `git lfs pull` in its folder, or download the file"),
     (b"\x1f\x8b", "compressed by gzip", "end its name in .gz"),
     (b"(\xb5/\xfd", "compressed by zstd", "end its name in .zst"),
     (b"\xfd7zXZ\0", "compressed by xz", "end its name in .xz"),
@@ -90,17 +92,22 @@ def open_text(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb") as file:
             if suffix not in COMPRESSED_SUFFIXES:
-                head = file.read(_TAR_BYTES)
-                for begin, what, remedy in _OTHER_FORMATS:
-                    if head.startswith(begin):
-                        raise UnreadableError(f"is {what}: {remedy}")
-                _refuse_tar(head)
-                file.seek(0)
+                _refuse_other_formats(file)
                 yield file
                 return
+            _refuse_other_formats(file, _OTHER_FORMATS[:1])
             yield io.BufferedReader(_Decompressed(_STREAMS[suffix](file), file), _BLOCK_BYTES)
     except OSError as error:
         raise UnreadableError(f"cannot be read ({error.strerror or error}): make it readable") from error
+
+
+def _refuse_other_formats(file: BinaryIO, formats: Iterable[tuple[bytes, str, str]] = _OTHER_FORMATS) -> None:
+    head = file.read(_TAR_BYTES)
+    for begin, what, remedy in formats:
+        if head.startswith(begin):
+            raise UnreadableError(f"is {what}: {remedy}")
+    _refuse_tar(head)
+    file.seek(0)
 
 
 def check_is_file(path: Path) -> None:
@@ -204,8 +211,12 @@ _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # how "surrogateescape" keeps a b
 _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
 
 
-def read_documents(path: Path, field: str = "text", skipped: SkippedRecords | None = None) -> Iterator[str]:
+def read_documents(
+    path: Path, field: str = "text", skipped: SkippedRecords | None = None, argument: str = ""
+) -> Iterator[str]:
     """Yield the documents of one file, in order; for JSON records, the text of `field`.
+
+    argument: how a user named the file or its folder, see `naming_remedy`.
 
     Records are the lines of a file of `JSON_LINES_SUFFIXES`, and the objects in the array or on the lines of a `.json`
     file, a `.jl` file or one without a suffix; a `.json` file may be a single record. A record without text, or a
@@ -229,13 +240,13 @@ def read_documents(path: Path, field: str = "text", skipped: SkippedRecords | No
                 first += file.read(MAX_JSON_LINE_BYTES - len(first)) if len(first) == _BLOCK_BYTES else b""
                 whole = json.loads(first.strip(_AROUND_RECORDS)) if _is_object(first) else {}
                 if isinstance(whole.get(field), str):
-                    yield from _json_documents(iter([(1, whole)]), field, path, skipped)
+                    yield from _json_documents(iter([(1, whole)]), field, path, skipped, argument)
                     return
                 _refuse_columns(whole, field)
                 _refuse_wrapped_records(first, field)
             yield from _text_documents(first, file)
         else:
-            yield from _json_documents(records, field, path, skipped)
+            yield from _json_documents(records, field, path, skipped, argument)
 
 
 def _records(first: bytes, file: BinaryIO, suffix: str) -> Iterator[tuple[int, Any]] | None:
@@ -482,7 +493,7 @@ def _parsed_values(file: BinaryIO | _Continued, is_array: bool) -> Iterator[tupl
 
 
 def _json_documents(
-    records: Iterator[tuple[int, Any]], field: str, path: Path, skipped: SkippedRecords
+    records: Iterator[tuple[int, Any]], field: str, path: Path, skipped: SkippedRecords, argument: str
 ) -> Iterator[str]:
     found, names = False, dict[str, None]()
     for number, record in records:
@@ -505,12 +516,19 @@ def _json_documents(
     if skipped.count and not found:
         if not names:
             raise UnreadableError(skipped.reason)
-        listed = ", ".join(map(printable, list(names)[:8]))
-        argument = f"hf:{path},text={next((name for name in names if _can_be_named(name)), '')}"
-        remedy = f"name one with {shlex.quote(argument)}"
-        if argument.endswith("=") or printable(argument) != argument or _OPTION.search(str(path)):
-            remedy = f'call one "{field}"'  # such a field, or such a file, cannot be named
+        listed, remedy = ", ".join(map(printable, list(names)[:8])), naming_remedy(path, argument, field, names)
         raise UnreadableError(f'has no text in "{field}", but fields with text ({listed}): {remedy}')
+
+
+def naming_remedy(path: Path, argument: str, field: str, names: Iterable[str]) -> str:
+    """How to read another field of a file: the data argument that names the first of these names that can be named.
+
+    argument: how a user named the file, or its folder, without the field; empty if not as a data set.
+    """
+    named = f"{argument or f'hf:{path}'},text={next((name for name in names if _can_be_named(name)), '')}"
+    if named.endswith("=") or printable(named) != named or (not argument and _OPTION.search(str(path))):
+        return f'call one "{field}"'  # such a field, or such a file, cannot be named
+    return f"name one with {shlex.quote(named)}"
 
 
 def _can_be_named(field: str) -> bool:

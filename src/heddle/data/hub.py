@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,10 +26,11 @@ from heddle.data.documents import (
     MAYBE_RECORDS,
     SkippedRecords,
     UnreadableError,
-    check_is_file,
     check_ratio,
     documents_from_bytes,
     import_pyarrow,
+    naming_remedy,
+    open_text,
     read_documents,
     text_suffix,
 )
@@ -107,8 +109,11 @@ def parse_hf_argument(argument: str) -> HFDataset:
     return dataset
 
 
-def list_dataset_files(dataset: HFDataset) -> list[Path]:
-    """Return the files of the split, in order. Raises DataError, naming the existing splits, if it is missing."""
+def list_dataset_files(dataset: HFDataset) -> tuple[list[Path], list[Path]]:
+    """Return the files of the split, in order, and those that name no split beside others that do.
+
+    Raises DataError, naming the existing splits, if it is missing.
+    """
     path = dataset.path
     if path.is_file():
         if text_suffix(path) not in (*DATASET_SUFFIXES, *MAYBE_RECORDS):
@@ -117,7 +122,7 @@ def list_dataset_files(dataset: HFDataset) -> list[Path]:
                 "give one, or a folder of such files."
             )
         _check_split(dataset, [])
-        return [path]
+        return [path], []
     if (path / "dataset_dict.json").is_file():
         splits = _read_names(path / "dataset_dict.json", "splits")
         name = dataset.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
@@ -125,7 +130,7 @@ def list_dataset_files(dataset: HFDataset) -> list[Path]:
             raise DataError(f"{dataset.display_name} has no split '{name}'; splits: {', '.join(splits)}")
         path = path / name
     if (path / "state.json").is_file():
-        return _saved_dataset_files(dataset, path)
+        return _saved_dataset_files(dataset, path), []
     return _folder_files(dataset)
 
 
@@ -137,21 +142,25 @@ def read_any_text(path: Path, skipped: SkippedRecords | None = None) -> Iterator
         yield from read_documents(path, skipped=skipped)
 
 
-def read_column(path: Path, skipped: SkippedRecords | None, column: str) -> Iterator[str]:
+def read_column(path: Path, skipped: SkippedRecords | None, column: str, argument: str = "") -> Iterator[str]:
     """Yield the documents of one column: each row's text, split as `read_documents` splits files; nulls are skipped.
+
+    argument: how a user named the file, see `naming_remedy`.
 
     Raises UnreadableError if the column is missing, naming the existing columns, or if the text is more than a hundred
     times as large as the file.
     """
     suffix, skipped = path.suffix.lower(), SkippedRecords() if skipped is None else skipped
     if text_suffix(path) in (*JSON_LINES_SUFFIXES, *MAYBE_RECORDS):
-        yield from read_documents(path, column, skipped)
+        yield from read_documents(path, column, skipped, argument)
         return
     pyarrow = import_pyarrow()
-    check_is_file(path)
+    with open_text(path):  # refuses what is not a file, or a pointer to one
+        pass
     size = number = 0
     try:
-        batches = _read_parquet(path, column) if suffix == ".parquet" else _read_arrow(pyarrow, path, column)
+        check = partial(_check_column, column=column, path=path, argument=argument)
+        batches = _read_parquet(path, check) if suffix == ".parquet" else _read_arrow(pyarrow, path, check)
         for batch in batches:
             batch.validate(full=True)  # the lengths in a damaged file may be wrong
             for first in range(0, len(batch), _TEXT_ROWS):
@@ -168,11 +177,11 @@ def read_column(path: Path, skipped: SkippedRecords | None, column: str) -> Iter
         raise UnreadableError(f"cannot be read as {suffix} ({reason}): save the data set again") from error
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[Any]:
+def _read_parquet(path: Path, check: Callable[[Any], int]) -> Iterator[Any]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
-        _check_column(file.schema_arrow, column)
+        column = file.schema_arrow.names[check(file.schema_arrow)]
         check_ratio(file.metadata.num_rows, path)  # nulls take no bytes
         for group in range(file.metadata.num_row_groups):
             check_ratio(file.metadata.row_group(group).total_byte_size, path)
@@ -180,7 +189,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[Any]:
             yield batch.column(0)
 
 
-def _read_arrow(pyarrow: Any, path: Path, column: str) -> Iterator[Any]:
+def _read_arrow(pyarrow: Any, path: Path, check: Callable[[Any], int]) -> Iterator[Any]:
     """Read a column of an IPC file or IPC stream (`datasets` writes streams), which must be complete.
 
     Raises UnreadableError for compressed batches of too many bytes before one is decompressed.
@@ -198,7 +207,7 @@ def _read_arrow(pyarrow: Any, path: Path, column: str) -> Iterator[Any]:
             raise OSError("its metadata points outside of it") from error
     open_ipc = ipc.open_file if is_file else ipc.open_stream
     with pyarrow.OSFile(str(path)) as source:
-        index = _check_column(open_ipc(source).schema, column)
+        index = check(open_ipc(source).schema)
     options = ipc.IpcReadOptions(included_fields=[index], use_threads=False)
     with pyarrow.OSFile(str(path)) as source:
         reader = open_ipc(source, options=options)
@@ -280,20 +289,24 @@ def _check_ipc_message(read: Callable[[int, int], bytes], position: int, path: P
     return body + (0 if body_length is None else max(_int(data, "q", body_length), 0))
 
 
-def _check_column(schema: Any, column: str) -> int:
-    """Return the index of a text column. Raises UnreadableError if it is missing or not text."""
+def _check_column(schema: Any, column: str, path: Path, argument: str) -> int:
+    """Return the index of a text column. Raises UnreadableError if it is missing, not text or there twice."""
+    count, texts = schema.names.count(column), [field.name for field in schema if _is_text(field.type)]
+    if count == 1 and column in texts:
+        return int(schema.names.index(column))
+    what = f"{count or 'no'} column{'s' * (count > 1)} '{printable(column)}'"
+    if count == 1:
+        what = f"{printable(str(schema.field(column).type))[:60]} in column '{printable(column)}', not text"
+    names, listed = [name for name in texts if schema.names.count(name) == 1], ", ".join(map(printable, schema.names))
+    remedy = naming_remedy(path, argument, column, names) if texts else "write the text to a column of its own"
+    raise UnreadableError(f"has {what}: {remedy}; columns: {listed}")
+
+
+def _is_text(kind: Any) -> bool:
     from pyarrow import types
 
-    if schema.names.count(column) != 1:
-        names = ", ".join(printable(name) for name in schema.names)
-        raise UnreadableError(f"has no column '{printable(column)}': name one with text=COLUMN; columns: {names}")
-    index = schema.names.index(column)
-    kind = schema.field(index).type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise UnreadableError(f"has {printable(str(kind))[:60]} in column '{column}', not text: name another")
-    return int(index)
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
 def _saved_dataset_files(dataset: HFDataset, folder: Path) -> list[Path]:
@@ -306,6 +319,8 @@ def _saved_dataset_files(dataset: HFDataset, folder: Path) -> list[Path]:
         )
     if folder == dataset.path:
         _check_split(dataset, [] if state.get("_split") is None else [str(state["_split"])])
+    if state.get("_data_files") == []:
+        raise DataError(f"{dataset.display_name} has no rows: give a data set with some.")
     names = [entry.get("filename") for entry in state.get("_data_files") or [] if isinstance(entry, dict)]
     if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise DataError(
@@ -314,8 +329,8 @@ def _saved_dataset_files(dataset: HFDataset, folder: Path) -> list[Path]:
     return [folder / str(name) for name in names]
 
 
-def _folder_files(dataset: HFDataset) -> list[Path]:
-    """Return the files below a folder whose paths name the split; all files if no path names a split."""
+def _folder_files(dataset: HFDataset) -> tuple[list[Path], list[Path]]:
+    """As `list_dataset_files`, for the files below a folder: those whose paths name the split, or all if none does."""
     files = sorted(_walk_files(dataset), key=lambda path: os.fsencode(path.relative_to(dataset.path).as_posix()))
     splits_by_file = {path: _split_names_in(path.relative_to(dataset.path)) for path in files}
     split_names = sorted(set().union(*splits_by_file.values()))
@@ -337,7 +352,8 @@ def _folder_files(dataset: HFDataset) -> list[Path]:
         raise DataError(
             f"{dataset.display_name} holds files of several formats ({', '.join(formats)}): name a file, or a folder."
         )
-    return files
+    unnamed = [path for path, names in splits_by_file.items() if not names and _format_of(path) in formats]
+    return files, unnamed if split_names else []
 
 
 def _format_of(path: Path) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import re
+import shlex
 import sysconfig
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -27,11 +28,13 @@ TEXT_SUFFIXES = frozenset(
     .hh .hpp .cu .cuh .m .mm .cs .java .kt .kts .scala .go .rs .swift .js .jsx .mjs .ts .tsx .rb .php .pl .pm .lua .r
     .jl .hs .ml .mli .fs .clj .ex .exs .erl .elm .lisp .el .scm .sh .bash .zsh .fish .ps1 .sql .css .scss .xml .yaml
     .yml .toml .ini .cfg .json .proto .cmake .f .f90 .f95 .zig .nim .dart .v .sv .vhd .s .asm .srt .vtt .po .log
-    .ldjson .parquet .warc .wet
+    .ldjson .parquet .arrow .feather .ipc .warc .wet
     """.split()  # noqa: SIM905
 )
-# Left out of folders, with a message: only a part of such a file is text for a reader.
-LEFT_OUT_SUFFIXES = frozenset({".csv", ".tsv", ".psv", ".html", ".htm", ".xhtml"})
+# Left out of folders, with a message: only a part of such a file is text for a reader, or what it holds.
+LEFT_OUT_SUFFIXES = frozenset(
+    ".csv .tsv .psv .html .htm .xhtml .zip .tar .tgz .7z .rar .pdf .docx .xlsx .epub .odt".split()  # noqa: SIM905
+)
 _MANUAL_SECTION = re.compile(r"\.[1-9n][a-z]{0,8}")  # ls.1, printf.3posix
 _IGNORED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 _WEIGHT = re.compile(r"(?P<path>.+)@(?P<weight>[0-9]+(\.[0-9]+)?)", re.DOTALL)
@@ -252,10 +255,13 @@ def _hf_source(argument: str, cache: DataCache | None) -> FileSource:
         rows = hub.download_rows(on_hub, cache or DataCache(None))
         return FileSource(on_hub.name, tuple(TextFile(path, on_hub.name, required=True) for path in rows))
     dataset = hub.parse_hf_argument(argument)
-    read = partial(hub.read_column, column=dataset.column)
-    paths = hub.list_dataset_files(dataset)
+    own = f"{hub.HF_PREFIX}{dataset.path}" + (f",split={dataset.split}" if dataset.split else "")
+    read = partial(hub.read_column, column=dataset.column, argument=own)
+    paths, others = hub.list_dataset_files(dataset)
     name = printable(dataset.path.name or dataset.path.resolve().name)
-    return FileSource(name, tuple(TextFile(path, printable(str(path)), required=True, read=read) for path in paths))
+    skipped = [SkippedFile(printable(path.name), "names no split, as other files do") for path in others]
+    files = [TextFile(path, printable(str(path)), required=True, read=read) for path in paths]
+    return FileSource(name, tuple(files), tuple(skipped))
 
 
 def _standard_library_source() -> FileSource:
@@ -277,9 +283,11 @@ def _folder_source(root: Path, name: str, suffixes: frozenset[str]) -> FileSourc
         skipped_files.append(SkippedFile(printable(label), f"cannot be read ({error.strerror})"))
 
     for folder, subfolders, names in os.walk(root, onerror=unreadable):
-        if Path(folder) != root and _is_own_output(Path(folder), names):
+        if reason := _no_folder_of_text(Path(folder), names, is_root=Path(folder) == root):
+            if Path(folder) == root:
+                raise DataError(f"data {printable(str(root))} {reason}.")
             label = printable(Path(folder).relative_to(root).as_posix())
-            skipped_files.append(SkippedFile(label, "is a run or a comparison by heddle"))
+            skipped_files.append(SkippedFile(label, reason))
             subfolders.clear()
             continue
         subfolders[:] = [n for n in subfolders if n not in _IGNORED_FOLDERS and not n.startswith(".")]
@@ -299,13 +307,18 @@ def _folder_source(root: Path, name: str, suffixes: frozenset[str]) -> FileSourc
     return FileSource(name, tuple(file for _, file in files), tuple(skipped_files), ignored_files, left_out)
 
 
-def _is_own_output(folder: Path, names: Collection[str]) -> bool:
-    """Whether a folder is a run, comparison or ladder of heddle: its files would change the text during training."""
-    for name in {"run.json", "plan.json"}.intersection(names):
+def _no_folder_of_text(folder: Path, names: Collection[str], is_root: bool) -> str:
+    """Why a folder is not read, if so: the text files of a saved data set are only about its files.
+
+    Files of a run, comparison or ladder of heddle would change the text during training.
+    """
+    if "dataset_dict.json" in names or {"state.json", "dataset_info.json"}.issubset(names):
+        return f"is a data set that `datasets` saved: name it with {shlex.quote(f'{hub.HF_PREFIX}{folder}')}"
+    for name in {"run.json", "plan.json"}.intersection(() if is_root else names):
         with suppress(CheckpointError):
             read_json_file(folder / name)
-            return True
-    return False
+            return "is a run or a comparison by heddle"
+    return ""
 
 
 def _is_text(path: Path, suffixes: frozenset[str]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heddle.data.documents import LFS_POINTER
 from heddle.errors import CheckpointError, ConfigError, no_folder_reason
 from heddle.progress import print_status, printable, progress_bar
 from heddle.storage.file_io import READ_FLAGS_FOLLOWING_LINKS, open_regular_file, read_error, read_exactly
@@ -114,7 +115,6 @@ INFINITY = {"__float__": "Infinity"}  # as newer versions of transformers write 
 MAX_JSON_LENGTH = 64 * 2**20  # characters
 MAX_JSON_DEPTH = 64  # levels of nested objects and arrays
 ADAPTER_FILE = "adapter_config.json"
-LFS_POINTER = b"version https://git-lfs"  # what stands in place of a file that was not downloaded
 IS_POINTER = "is a Git LFS pointer, not the file; run `git lfs pull` in its folder, or download the file"
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 

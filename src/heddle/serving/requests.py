@@ -302,6 +302,8 @@ class RequestReader:
 
     def _new_tokens(self, fields: Mapping[str, Any], least: int) -> int:
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+        if "max_tokens" in fields and fields["max_tokens"] != fields[name]:
+            raise RequestError(f"{name}: differs from max_tokens, its older name; give only one of them", name)
         default = min(DEFAULT_TOKENS, self.limits.max_new_tokens)
         note = f"; {raised_by('max_new_tokens')}" + (", and 0 needs echo" if least else "")
         return int(_number(fields, name, default, (least, self.limits.max_new_tokens), whole=True, note=note))
@@ -415,6 +417,9 @@ class RequestReader:
             raise RequestError(f"messages: must be a list of 1 to {MAX_MESSAGES} messages", "messages")
         messages = [self._message(message) for message in messages]
         self._refuse_long_text("".join(message["content"] or "" for message in messages), "messages")
+        if not self.chat_format.takes_calls and any("tool_calls" in message for message in messages):
+            sentence = "messages: this model's chat template does not support tool_calls; leave them out"
+            raise RequestError(sentence, "messages")
         try:
             tokens = self.chat_format.encode_prompt(messages, tools)
         except (UnreadableError, DataError) as error:

@@ -132,8 +132,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"{host} port {port}: cannot be used (no such port); choose one below 65536, or 0")
     listener = None
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)  # asyncio turns Nagle's delay off by `protocol`
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()  # before the address is printed: clients may come at once
