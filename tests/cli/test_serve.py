@@ -50,7 +50,9 @@ def test_a_short_or_missing_token_is_refused(folder: Path, tmp_path: Path, capsy
         "latin": "is not UTF-8",
     }.items():
         assert run_command(["serve", str(folder), "--token-file", str(tmp_path / name)]) == 2
-        assert f"--token-file {tmp_path / name}: " in (told := capsys.readouterr().err) and reason in told
+        told = capsys.readouterr().err
+        assert told.startswith(f"heddle: --token-file {tmp_path / name}: ")
+        assert reason in told
 
 
 def test_a_missing_library_is_named(
