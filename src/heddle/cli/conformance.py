@@ -82,8 +82,11 @@ def _run(settings: ConformanceSettings) -> None:
     if settings.engine is None:
         raise ConfigError("--engine: is missing; give heddle, transformers, module:function, or a command with {model}")
     from heddle.lab.conformance.run import WRONG, conformance_page, engine_of, junit, run_kit, table
-    from heddle.storage.file_io import write_file
+    from heddle.storage.file_io import refuse_no_page, write_file
 
+    for file in (settings.junit, settings.page):
+        if file is not None:
+            refuse_no_page(file)
     dtype = DTYPES[settings.precision]
     findings = list(run_kit(settings.kit, engine_of(settings.engine, dtype), dtype, settings.family))
     if settings.junit is not None:

@@ -207,7 +207,7 @@ def test_a_refused_text_leaves_the_folder_free(
     folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers.interrupts = {"full-seed0"}
-    assert run_command(command(folder, tmp_path, "--vocab-size", "4")) == 2
+    assert run_command(command(folder, tmp_path, "--batch-size", "20k")) == 2
     assert not [path.name for path in tmp_path.iterdir() if path.name != ".lock"]
     assert run_command(command(folder, tmp_path)) == 143, capsys.readouterr().err
 
