@@ -337,6 +337,8 @@ def contents(workspace: Path) -> dict[str, bytes]:
         ("watch {run} --out {root}/mine/thesis.tex", "thesis.tex: is a file, not a page"),
         ("conformance run {root} --engine heddle --page {root}/mine/thesis.tex", "thesis.tex: is a file, not a page"),
         ("conformance run {root} --engine heddle --junit {root}/mine/thesis.tex", "thesis.tex: is a file, not a page"),
+        ("conformance run {root} --engine heddle --junit {root}/a --page {root}/a", "both name"),
+        ("plan {root}/good.yaml --cpu --tokens 1", "--tokens 1: must be a number of at least one step"),
         ("judge init {root}/good.yaml --out {root}/mine", "holds something else (thesis.tex)"),
         ("judge init {root}/good.yaml --out {run}", "holds a training run, not a ledger"),
         ("judge show --out {run}", "holds a training run, not a ledger"),
@@ -361,7 +363,7 @@ def test_what_options_decide_is_refused_before_text_and_weights_are_read(
     for path in (*read, "lab.ladder.ladder._plan_time"):
         monkeypatch.setattr(f"heddle.{path}", lambda *arguments: pytest.fail("text or weights are read"))
     words = options.format(run=f"{workspace}/run", root=workspace, hf=hf).split()
-    computes = words[0] not in ("explore", "watch", "conformance")
+    computes = words[0] not in ("explore", "watch", "conformance", "plan")
     assert run_command([*words, *(["--device", "cpu", "--quiet"] if computes else [])]) == 2
     error = capsys.readouterr().err
     assert sentence in error
