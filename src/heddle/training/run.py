@@ -158,7 +158,7 @@ def _train(settings: TrainSettings) -> TrainedRun:
             environment={
                 "command": _command(settings),
                 "versions": versions(),
-                "options": settings.dump(),
+                "options": settings.dump_for_any_folder(),
                 "runtime": runtime.describe(),
                 "ranks": {"count": ranks.count, **asdict(degrees)},
                 "final_tokens": evaluation.final_tokens,
