@@ -107,6 +107,22 @@ def home_folder() -> Path:
         raise ConfigError("HOME: is not set, and this user has no home folder; set it, or HEDDLE_CACHE") from None
 
 
+def read_named_file(name: str, path: Path, remedy: str) -> str:
+    """The text of a file that an option names; `<(command)` is one, too. Raises ConfigError, which ends with `remedy`.
+
+    name: of the file in the error, such as `--token-file key.txt`.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        reason = "is not UTF-8 text"
+    except ValueError:
+        reason = "is not a valid name"
+    except OSError as error:
+        reason = what if (what := describe_path(path)) != "is a file" else f"cannot be read ({error.strerror})"
+    raise ConfigError(f"{name}: {reason}; {remedy}")
+
+
 def describe_path(path: str | Path) -> str:
     """Say what is at a path, links followed: "is a folder", "is a named pipe", "does not exist"."""
     try:

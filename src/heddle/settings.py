@@ -5,6 +5,7 @@ Each verb has a frozen dataclass derived from `VerbSettings`, with fields such a
 """
 
 import inspect
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -156,6 +157,16 @@ class VerbSettings:
         values = {name: getattr(self, setting.field) for name, setting in settings_of(type(self)).items()}
         return {name: plain for name, value in values.items() if (plain := _plain(value)) is not None}
 
+    def dump_for_any_folder(self) -> dict[str, Any]:
+        """As `dump`, with the absolute paths of files and folders that are read."""
+        named, reads = settings_of(type(self)), {"DESIGN", "PATH", "PROPOSAL"}
+        return {
+            name: _absolute(value)
+            if name != "out" and (named[name].type is Path or reads & {*named[name].option.metavar.split("|")})
+            else value
+            for name, value in self.dump().items()
+        }
+
     def command_line(self, verb: str) -> str:
         """Return the command with these settings, without options at their defaults."""
         words, arguments, settings = [], [], settings_of(type(self))
@@ -247,6 +258,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value] or None
     return str(value) if isinstance(value, Path) else value
+
+
+INPUT = re.compile(r"(?P<prefix>(?:chat:|hf:)?)(?P<path>.+?)(?P<weight>@[0-9.]+)?", re.DOTALL)
+
+
+def _absolute(value: Any) -> Any:
+    """The absolute path of an existing file; also within chat:FILE and PATH@2. Other values are unchanged."""
+    if isinstance(value, list):
+        return [_absolute(item) for item in value]
+    if not isinstance(value, str) or value.partition("@")[0] == "stdlib" or (match := INPUT.fullmatch(value)) is None:
+        return value
+    for prefix, path, weight in (("", value, ""), match.group("prefix", "path", "weight")):
+        if os.path.exists(path):
+            return f"{prefix}{os.path.abspath(path)}{weight or ''}"
+    return value
 
 
 # Settings that verbs share.

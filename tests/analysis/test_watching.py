@@ -100,6 +100,7 @@ def test_the_newest_checkpoint_writes(tmp_path: Path) -> None:
 def test_the_page_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "runs/b", [8.0] * 20 + [2.0, 4.0] * 10)
     write_run(tmp_path / "runs/<i>x", [3.0, 1.0])
+    write_run(tmp_path / "runs/begun", [])
     assert run_command(["watch", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))

@@ -163,7 +163,7 @@ ERRORS: list[tuple[str, int, str]] = [
     (f"{TRAIN} --tokenizer @/broken.json", 2, ".*@/broken.json.*tokenizer.json"),
     ("train @/narrow.yaml --data @/text --out @/new --tokenizer @/tokenizer.json", 2,
      ".*320 tokens.*vocab_size.*280.*set vocab_size.*least 320"),
-    ("train preset:gqa-tiny --vocab-size 20 --data @/text --out @/new", 2, "vocab_size 20"),
+    ("train preset:gqa-tiny --vocab-size 20 --data @/text --out @/new", 2, "--vocab-size 20: "),
     (f"{TRAIN} --batch-size 99999999", 2, ".*99999999 samples"),
     ("train @/good.yaml --data hf:@/none --out @/new", 2, ".*hf:@/none"),
     ("train @/good.yaml --data hf:@/rows.jsonl --out @/new", 2, '.*@/rows.jsonl.*"text"'),
@@ -331,6 +331,20 @@ def contents(workspace: Path) -> dict[str, bytes]:
         ("compare {root}/good.yaml --out {root}/mine/thesis.tex", "thesis.tex: is a file"),
         ("compare ladder {root}/good.yaml --dry-run --out {root}/mine", "holds something else (thesis.tex)"),
         ("train {root}/good.yaml --warmup 1000 --steps 10", "--warmup 1000: is longer than the run of 10 steps"),
+        ("inspect {run} --text x --out {root}/mine/thesis.tex", "thesis.tex: is a file, not a page"),
+        ("inspect {run} --text x --out {run}/run.json", "run.json: is a file, not a page"),
+        ("explore {root}/good.yaml --out {root}/mine/thesis.tex", "thesis.tex: is a file, not a page"),
+        ("watch {run} --out {root}/mine/thesis.tex", "thesis.tex: is a file, not a page"),
+        ("conformance run {root} --engine heddle --page {root}/mine/thesis.tex", "thesis.tex: is a file, not a page"),
+        ("conformance run {root} --engine heddle --junit {root}/mine/thesis.tex", "thesis.tex: is a file, not a page"),
+        ("conformance run {root} --engine heddle --junit {root}/a --page {root}/a", "both name"),
+        ("plan {root}/good.yaml --cpu --tokens 1", "--tokens 1: must be a number of at least one step"),
+        ("judge init {root}/good.yaml --out {root}/mine", "holds something else (thesis.tex)"),
+        ("judge init {root}/good.yaml --out {run}", "holds a training run, not a ledger"),
+        ("judge show --out {run}", "holds a training run, not a ledger"),
+        ("judge submit {root}/good.yaml --out {root}/no-ledger", "holds no ledger"),
+        ("compare {root}/good.yaml --vocab-size 0", "--vocab-size 0: is too small"),
+        ("ladder {root}/good.yaml --vocab-size 2M", "--vocab-size 2M: is too large"),
     ],
 )
 def test_what_options_decide_is_refused_before_text_and_weights_are_read(
@@ -349,9 +363,11 @@ def test_what_options_decide_is_refused_before_text_and_weights_are_read(
     for path in (*read, "lab.ladder.ladder._plan_time"):
         monkeypatch.setattr(f"heddle.{path}", lambda *arguments: pytest.fail("text or weights are read"))
     words = options.format(run=f"{workspace}/run", root=workspace, hf=hf).split()
-    assert run_command([*words, "--device", "cpu", "--quiet"]) == 2
+    computes = words[0] not in ("explore", "watch", "conformance", "plan")
+    assert run_command([*words, *(["--device", "cpu", "--quiet"] if computes else [])]) == 2
     error = capsys.readouterr().err
     assert sentence in error
+    assert not (workspace / "no-ledger").exists()
     assert error.count("\n") == 1
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -447,6 +448,13 @@ def test_a_long_budget_reads_the_text_once(
 def text_of(workspace: Path) -> Corpus:
     tokenizer = load(workspace / "run")[1]
     return prepare_corpus([f"{workspace}/text"], vocab_size=None, max_train_tokens=10**6, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(("steps", "named"), [(100, "the text has 10 steps"), (9, "the budget leaves 9 steps")])
+def test_what_is_too_little_to_heal_is_named(steps: int, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan: Any = SimpleNamespace(text_tokens=640)
+    assert budget_module.HealingPlan._choose(plan, steps, 64) == 0
+    assert named in capsys.readouterr().err
 
 
 def test_a_budget_without_room_converts_alone(

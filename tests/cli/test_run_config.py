@@ -137,4 +137,11 @@ def test_a_printed_config_works_in_another_folder(
     monkeypatch.chdir(tmp_path / "other")
     words = ["train", "--config", "run.yaml", "--batch-size", "2", "--sequence-length", "16", "--quiet"]
     assert run_command([*words, "--vocab-size", "300", "--threads", "1", "--data", options["data"][0]]) == 0
-    assert (tmp_path / "other" / "runs" / "train").is_dir()
+    moved = (tmp_path / "other" / "runs" / "train").rename(tmp_path / "moved")
+    log = (moved / "log.jsonl").read_bytes()
+    (moved / "final.json").unlink()
+    monkeypatch.chdir(moved)
+    assert run_command(["train", "--config", str(moved)]) == 0, "a run continues where it was moved to"
+    assert (moved / "final.json").is_file()
+    assert not (moved / "runs").exists()
+    assert (moved / "log.jsonl").read_bytes() == log

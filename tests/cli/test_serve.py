@@ -40,10 +40,19 @@ def test_what_cannot_be_served_is_refused(
     assert sentence in capsys.readouterr().err
 
 
-def test_a_short_token_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_or_missing_token_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "token").write_text("short")
-    assert run_command(["serve", str(folder), "--token-file", str(tmp_path / "token")]) == 2
-    assert "least 16 ASCII" in capsys.readouterr().err
+    (tmp_path / "latin").write_bytes(b"\xe9" * 20)
+    for name, reason in {
+        "token": "least 16 ASCII",
+        "none": "does not exist",
+        "": "is a folder",
+        "latin": "is not UTF-8",
+    }.items():
+        assert run_command(["serve", str(folder), "--token-file", str(tmp_path / name)]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"heddle: --token-file {tmp_path / name}: ")
+        assert reason in told
 
 
 def test_a_missing_library_is_named(

@@ -19,8 +19,10 @@ from heddle.lab.bench import run as bench_run
 from heddle.model.copies import quantize_weights
 from heddle.model.load_config import load_config
 from heddle.storage.checkpoints import checkpoint_steps
+from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.model import load
 from heddle.storage.run_log import RUN_FILE, read_log
+from heddle.training import loop
 from tests import small
 from tests.small import forget_parts
 
@@ -311,6 +313,27 @@ def test_evaluations_and_checkpoints_on_the_way(
     log = read_log(tmp_path)
     assert [line["step"] for line in log if "validation_bits_per_byte" in line] == [2, 4, 5]
     assert checkpoint_steps(tmp_path) == [4, 5]
+
+
+def test_a_short_training_is_evaluated_on_no_more_than_it_trained_on(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    right = loop.evaluate
+
+    def evaluate(model: Any, job: Any, tokens: int, *others: Any) -> Any:
+        read.append(tokens)
+        return right(model, job, tokens, *others)
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    command = train(workspace, tmp_path, "--steps", "2")
+    call(capsys, *command)
+    call(capsys, *command)
+    assert read == [2 * 4 * 16] * 2
+    saved = read_json_file(tmp_path / RUN_FILE)
+    write_json_file(tmp_path / RUN_FILE, {name: value for name, value in saved.items() if name != "final_tokens"})
+    call(capsys, *command)
+    assert read[2:] == [loop.FINAL_EVALUATION_TOKENS]  # a run of an earlier version keeps its number
 
 
 def test_options_that_do_not_change_the_result(

@@ -276,6 +276,16 @@ def test_a_missing_head_is_said_to_be_that_of_a_base_class(tmp_path: Path) -> No
         load(rewritten("llama", "plain", tmp_path / "model", headless))
 
 
+@pytest.mark.parametrize("head", ["score.weight", "classifier.bias", "qa_outputs.weight"])
+def test_a_classifier_is_named_with_the_model_to_import(head: str, tmp_path: Path) -> None:
+    def classifying(config: Fields, tensors: Tensors) -> Tensors:
+        others = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+        return others | {head: torch.zeros(2)}
+
+    with pytest.raises(CheckpointError, match=f"'{head}' is the head of a classifier.*trained from"):
+        load(rewritten("llama", "plain", tmp_path / "model", classifying))
+
+
 def headless_encoder(family: str, folder: Path, prefix: str = "") -> tuple[torch.nn.Module, Path]:
     """The base class of an encoder, without a head, in float64, and its folder with the buffer of positions."""
     from transformers import AutoModel

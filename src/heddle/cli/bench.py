@@ -25,7 +25,7 @@ class BenchSettings(SessionSettings):
     """Settings of `heddle bench`."""
 
     designs: Annotated[
-        tuple[str, ...], Argument("DESIGN|FIELD=VALUE", "Ratios are relative to the first; overrides apply to all.")
+        tuple[str, ...], Argument("DESIGN|FIELD=VALUE", "Designs, compared with the first; overrides apply to all.")
     ]
     peer: Annotated[
         str | None, Option("NAME", "transformers: also measure its model of each design, with its defaults and tuned.")

@@ -20,7 +20,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "q8_0": "q8_0"}
 class ConformanceSettings(VerbSettings):
     """Settings of `heddle conformance`."""
 
-    action: Annotated[str, Argument("ACTION", "build a kit, or run an engine on one.")]
+    action: Annotated[str, Argument("ACTION", "`build` for a kit, or `run` for an engine on one.")]
     kit: Annotated[Path, Argument("KIT", "The kit's folder.")]
     family: Annotated[tuple[str, ...], Option("NAME", "Model type; repeatable. [all]")] = ()
     gguf: Annotated[str | None, Option("KINDS", "Build GGUF files, too: float32, q8_0, or both with a comma.")] = None
@@ -82,8 +82,13 @@ def _run(settings: ConformanceSettings) -> None:
     if settings.engine is None:
         raise ConfigError("--engine: is missing; give heddle, transformers, module:function, or a command with {model}")
     from heddle.lab.conformance.run import WRONG, conformance_page, engine_of, junit, run_kit, table
-    from heddle.storage.file_io import write_file
+    from heddle.storage.file_io import refuse_no_page, write_file
 
+    if settings.junit is not None and settings.junit == settings.page:
+        raise ConfigError(f"--junit and --page: both name {settings.junit}; give each its own file")
+    for file in (settings.junit, settings.page):
+        if file is not None:
+            refuse_no_page(file)
     dtype = DTYPES[settings.precision]
     findings = list(run_kit(settings.kit, engine_of(settings.engine, dtype), dtype, settings.family))
     if settings.junit is not None:

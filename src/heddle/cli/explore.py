@@ -32,10 +32,10 @@ def explore(settings: ExploreSettings) -> None:
     from heddle.lab.explore.choices import SLOTS
     from heddle.lab.explore.page import explorer_page
     from heddle.model.load_config import load_config, with_vocab_size
-    from heddle.storage.file_io import refuse_no_file, write_file
+    from heddle.storage.file_io import refuse_no_page, write_file
 
     design, slot, out = settings.design, settings.slot, settings.out
-    refuse_no_file(out)
+    refuse_no_page(out)
     if slot is not None and slot not in SLOTS:
         raise ConfigError(f"--slot: '{slot}' has no page; choose one of {', '.join(SLOTS)}")
     config = None if design is None else with_vocab_size(load_config(design, settings.overrides), DEFAULT_VOCAB_SIZE)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from heddle.cli.serve import load_causal
-from heddle.errors import CheckpointError, ConfigError, DataError
+from heddle.errors import CheckpointError, ConfigError, DataError, read_named_file
 from heddle.progress import print_status, print_text
 from heddle.session import GENERATION_NEEDS, dtype_of, open_session
 from heddle.settings import Argument, Deterministic, Json, Kernel, Option, Precision, SessionSettings, Tf32, shared
@@ -159,16 +159,10 @@ def _read_prompt(text: str) -> str:
 
 
 def _read_prompts(file: Path) -> list[str]:
-    """Read one prompt per line; in a .jsonl file, the line's field `prompt`. Raises DataError."""
-    try:
-        with file.open(encoding="utf-8") as read:
-            lines = [line.removesuffix("\n") for line in read]
-    except OSError as error:
-        raise DataError(f"--prompts {file}: cannot be read ({error.strerror}); give a file of prompts") from error
-    except UnicodeDecodeError:
-        raise DataError(f"--prompts {file}: is not UTF-8 text") from None
+    """Read one prompt per line; in a .jsonl file, the line's field `prompt`. Raises HeddleError."""
+    text = read_named_file(f"--prompts {file}", file, "give a file of prompts")
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
         prompt: Any = line
         if file.suffix == ".jsonl":
             try:

@@ -10,7 +10,7 @@ from heddle.errors import ConfigError
 from heddle.progress import print_text
 from heddle.session import dtype_of, open_session
 from heddle.settings import Argument, Kernel, Option, Precision, SessionSettings
-from heddle.storage.file_io import refuse_no_file, write_file
+from heddle.storage.file_io import refuse_no_page, write_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ def inspect(settings: InspectSettings) -> None:
     run, text, out = settings.run, settings.text, settings.out
     if not text:
         raise ConfigError("--text: is empty; give some text")
-    refuse_no_file(out)
+    refuse_no_page(out)
     with ExitStack() as stack:
         runtime = open_session(stack, settings, kernels=settings.kernel)
         from heddle.lab.inspect import InspectedModel, inspect_layers, inspect_page

@@ -87,7 +87,7 @@ class VerbCommand(click.Command):
         if ctx.params.get(PRINT_CONFIG):
             import yaml
 
-            options = _with_absolute_inputs(settings)
+            options = settings.dump_for_any_folder()
             print(yaml.safe_dump(options, sort_keys=False, width=100, allow_unicode=True), end="")
             return None
         return self.function(settings)
@@ -126,33 +126,6 @@ class VerbCommand(click.Command):
         if self.subcommands:
             with formatter.section("Subcommands"):
                 formatter.write_dl(list(self.subcommands.items()))
-
-
-INPUT = re.compile(r"(?P<prefix>(?:chat:|hf:)?)(?P<path>.+?)(?P<weight>@[0-9.]+)?", re.DOTALL)
-
-
-def _with_absolute_inputs(settings: VerbSettings) -> dict[str, Any]:
-    """The options by name, with the absolute paths of files and folders that are read: they hold in every folder."""
-    named = settings_of(type(settings))
-    reads = {"DESIGN", "PATH", "PROPOSAL"}
-    return {
-        name: _absolute(value)
-        if name != "out" and (named[name].type is Path or reads & {*named[name].option.metavar.split("|")})
-        else value
-        for name, value in settings.dump().items()
-    }
-
-
-def _absolute(value: Any) -> Any:
-    """The absolute path of an existing file; also within chat:FILE and PATH@2. Other values are unchanged."""
-    if isinstance(value, list):
-        return [_absolute(item) for item in value]
-    if not isinstance(value, str) or value.partition("@")[0] == "stdlib" or (match := INPUT.fullmatch(value)) is None:
-        return value
-    for prefix, path, weight in (("", value, ""), match.group("prefix", "path", "weight")):
-        if os.path.exists(path):
-            return f"{prefix}{os.path.abspath(path)}{weight or ''}"
-    return value
 
 
 def _argument(setting: Setting, words: Iterable[str]) -> click.Argument:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from heddle.errors import ConfigError, pip_install
+from heddle.errors import ConfigError, pip_install, read_named_file
 from heddle.progress import print_status, print_text
 from heddle.serving.limits import ServeSettings
 from heddle.session import GENERATION_NEEDS, dtype_of, open_session
@@ -155,7 +155,8 @@ def require_causal(model: "Decoder", folder: Path) -> None:
 def _read_token(file: Path | None) -> str | None:
     """Read the token from the file, else from the environment. Raises ConfigError for a short one."""
     if file is not None:
-        token, source = file.read_text(encoding="utf-8").strip(), f"--token-file {file}"
+        source = f"--token-file {file}"
+        token = read_named_file(source, file, f"give a file of one token, or set {TOKEN_VARIABLE}").strip()
     else:
         token, source = os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE
         if not token:

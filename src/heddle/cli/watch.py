@@ -41,11 +41,13 @@ def watch(settings: WatchSettings) -> None:
     from heddle.lab.live import open_live_page
     from heddle.lab.pages.runs import watch_page
     from heddle.lab.runs import FolderFollower, write_sample
-    from heddle.storage.file_io import write_file
+    from heddle.storage.file_io import refuse_no_page, write_file
 
     prompt, out = settings.prompt, settings.out
     if out is not None and (settings.port is not None or settings.open):
         raise ConfigError(f"--out {out}: a file needs no server; leave --port and --open out")
+    if out is not None:
+        refuse_no_page(out)
     write = None if prompt is None else write_sample(prompt, SAMPLE_TOKENS)
     follower = FolderFollower(settings.paths or [Path("runs")], write)
     if out is not None:

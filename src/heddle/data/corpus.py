@@ -18,9 +18,9 @@ from heddle.data.samples import GOLDEN_GAMMA, PLAIN_ROWS, RowProtocol, splitmix6
 from heddle.data.sources import ScannedSource, is_in_validation, parse_source
 from heddle.data.token_file import TokenFile, write_token_file
 from heddle.errors import DataError, MachineError, pip_install
-from heddle.tokenization import DEFAULT_VOCAB_SIZE, fast_encoder
+from heddle.tokenization import DEFAULT_VOCAB_SIZE, fast_encoder, size_problem
 from heddle.tokenization.backend import MAX_RUN_LENGTH
-from heddle.tokenization.tokenizer import MIN_VOCAB_SIZE, Tokenizer
+from heddle.tokenization.tokenizer import Tokenizer
 
 # The training and validation split of a source, and even samples of either, depend only on the content.
 
@@ -317,7 +317,7 @@ def prepare_corpus(
     loaded_tokenizer = Tokenizer.load(tokenizer) if isinstance(tokenizer, Path) else tokenizer
     if loaded_tokenizer is not None:
         check_tokenizer_fits(loaded_tokenizer, vocab_size)
-    elif vocab_size is not None and vocab_size < MIN_VOCAB_SIZE:
+    elif vocab_size is not None and size_problem(vocab_size):
         Tokenizer.train([], vocab_size)  # raises DataError, before anything is read
     cache = DataCache(cache_folder)
     scanned, weights = _scan_sources(sources, cache)

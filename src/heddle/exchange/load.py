@@ -41,6 +41,7 @@ QUANTIZATION_LEFTOVERS = (
     ".input_global_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".act_scales", ".wscale",
     ".weight_scales", ".scale",
 )  # fmt: skip
+TASK_HEADS = {"score", "classifier", "classification_head", "qa_outputs"}  # in the place of a language model's head
 # Words in the names of tensors that an adapter adds, or puts in the place of a weight.
 ADAPTER_WORDS = {
     "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "base_layer", "ia3_l",
@@ -355,6 +356,9 @@ class _WeightLoader:
             elif ADAPTER_WORDS & {*own_name.split(".")}:
                 remedy = "merge it with peft's `merge_and_unload`, save that, and import it"
                 raise CheckpointError(f"{source} is of an adapter inside the model; {remedy}")
+            elif own_name.partition(".")[0] in TASK_HEADS:
+                remedy = "import the language model that it was trained from"
+                raise CheckpointError(f"{source} is the head of a classifier, which predicts no tokens; {remedy}")
             else:
                 remedy = f"{self.checkpoint.restore}, or save the model without that tensor"
                 raise CheckpointError(

@@ -338,6 +338,14 @@ def refuse_no_file(path: Path) -> None:
         raise CheckpointError(f"{path}: {what}, not a file; choose another name")
 
 
+def refuse_no_page(path: Path) -> None:
+    """As `refuse_no_file`, and for a file with content that is no page of HTML or XML: it may be a run's, or a text."""
+    refuse_no_file(path)
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(1) not in (b"", b"<"):
+            raise CheckpointError(f"{path}: is a file, not a page; choose another name, or remove it")
+
+
 @contextmanager
 def replace_file(path: Path, remedy: str | None = None) -> Iterator[Path]:
     """Yield a temporary path next to `path`. Write the new file there; it then replaces `path`.

@@ -414,7 +414,7 @@ def read_options(path: Path | str) -> dict[str, Any]:
         options = read_json_file(path / RUN_FILE).get(OPTIONS)
         if not isinstance(options, dict):
             raise ConfigError(f"{path}: its {RUN_FILE} holds no options; write them to a YAML file")
-        return options
+        return options | {"out": str(path)}  # the run may have been moved
     what = describe_path(path)
     if what != "is a file" or path.stat().st_size > MAX_YAML_BYTES:
         what = f"has more than {MAX_YAML_BYTES:,} bytes" if what == "is a file" else what

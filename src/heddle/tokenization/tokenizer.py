@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from heddle.errors import DataError, describe_path
 from heddle.progress import printable
+from heddle.tokenization import size_problem
 from heddle.tokenization.backend import (
     EOD_TOKEN,
     byte_level_pre_tokenizer,
@@ -39,8 +40,6 @@ from heddle.tokenization.token_bytes import (
 TOKENIZER_FILE = "tokenizer.json"
 BOUNDARY_TOKENS_FILE = "texts.json"  # the BOS and EOS ids of an imported tokenizer
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
-MIN_VOCAB_SIZE = 257  # the 256 bytes and the end token
-MAX_VOCAB_SIZE = 2**20  # the trainer allocates memory for this many tokens before it reads the text
 _MAX_FILE_BYTES = 256 * 1024 * 1024
 _CHECKED: set[str] = set()  # hashes of native tokenizers that were seen to round-trip; runs load one many times
 
@@ -132,15 +131,8 @@ class Tokenizer:
 
         The same documents give the same tokenizer. Raises DataError for a `vocab_size` below 257 or above 2^20.
         """
-        if vocab_size > MAX_VOCAB_SIZE:
-            raise DataError(
-                f"vocab_size {vocab_size} is too large to train a tokenizer: give at most {MAX_VOCAB_SIZE}."
-            )
-        if vocab_size < MIN_VOCAB_SIZE:
-            raise DataError(
-                f"vocab_size {vocab_size} is too small to hold every byte and the end token: "
-                f"give at least {MIN_VOCAB_SIZE}."
-            )
+        if problem := size_problem(vocab_size):
+            raise DataError(f"vocab_size {vocab_size} {problem}.")
         backend = BackendTokenizer(models.BPE())
         backend.pre_tokenizer = byte_level_pre_tokenizer()
         backend.decoder = decoders.ByteLevel()

@@ -34,9 +34,10 @@ from heddle.storage.run_log import RUN_FILE, read_log, read_options, refuse_othe
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 from heddle.tokenization.tokenizer import Tokenizer
 from heddle.training.distillation import Distillation, LossWeights
+from heddle.training.evaluation.scores import EvaluationBudget
 from heddle.training.init_checkpoint import InitCheckpoint, LoraSettings, model_rows, open_init_checkpoint
 from heddle.training.job import TrainingJob
-from heddle.training.loop import TrainingResult
+from heddle.training.loop import FINAL_EVALUATION_TOKENS, TrainingResult
 from heddle.training.loop import train as run_job
 from heddle.training.optimizer import learning_rate_factors
 from heddle.training.settings import Settings, TrainSettings
@@ -147,6 +148,7 @@ def _train(settings: TrainSettings) -> TrainedRun:
             resolved = _with_graphs(settings, resolved, config, ranks)
         if (choices := _choices(settings, device, ranks)) is not None:
             runtime = with_choices(runtime, choices)
+        evaluation = EvaluationBudget(final_tokens=_final_tokens(settings.out, resolved))
         job = TrainingJob(
             config=with_vocab_size(config, source_vocab_size),
             source=source,
@@ -156,10 +158,12 @@ def _train(settings: TrainSettings) -> TrainedRun:
             environment={
                 "command": _command(settings),
                 "versions": versions(),
-                "options": settings.dump(),
+                "options": settings.dump_for_any_folder(),
                 "runtime": runtime.describe(),
                 "ranks": {"count": ranks.count, **asdict(degrees)},
+                "final_tokens": evaluation.final_tokens,
             },
+            evaluation=evaluation,
             init_checkpoint=init_checkpoint,
             lora=lora,
             distillation=distillation,
@@ -170,6 +174,13 @@ def _train(settings: TrainSettings) -> TrainedRun:
         )
         training = run_job(job)
         return TrainedRun(job.out, training.model, _report(training, job, settings.json), text_tokenizer)
+
+
+def _final_tokens(out: Path, resolved: Settings) -> int:
+    """Held-out tokens of the final evaluation: at most as many as are trained on. A continued run keeps its number."""
+    if (run := out / RUN_FILE).is_file():
+        return int(read_json_file(run).get("final_tokens", FINAL_EVALUATION_TOKENS))  # earlier runs record none
+    return min(FINAL_EVALUATION_TOKENS, resolved.steps * resolved.tokens_per_step)
 
 
 def _choices(settings: TrainSettings, device: str, ranks: Ranks) -> Choices | None:

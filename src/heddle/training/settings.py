@@ -20,6 +20,7 @@ from heddle.settings import (
     parse_length,
     parse_tokens,
 )
+from heddle.tokenization import size_problem
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("wsd", "cosine", "linear", "constant")
@@ -34,6 +35,14 @@ _LATER_FIELDS = (
 )  # earlier runs do not have them
 MAX_COUNT = 10**12
 FLOAT8_MULTIPLE = 16  # what sizes of float8 matrices must be multiples of
+
+
+def parse_vocab_size(text: str) -> int:
+    """Parse the size of a tokenizer that is to be trained, such as 4096 or 32k. Raises ValueError."""
+    size = parse_tokens(text)
+    if problem := size_problem(size):
+        raise ValueError(problem)
+    return size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +204,9 @@ Data = Annotated[
     Option("PATH", "A text file or folder, or hf:PATH; PATH@2 doubles its weight; repeatable. [stdlib]"),
 ]
 TokenizerFile = Annotated[Path | None, Option("FILE", "A tokenizer.json, instead of training a BPE tokenizer.")]
-VocabSize = Annotated[int | None, Option("N", "Tokenizer size, if the design sets no vocab_size. [4096]")]
+VocabSize = Annotated[
+    int | None, Option("N", "Tokenizer size, if the design sets no vocab_size. [4096]", parse_vocab_size)
+]
 OptimizerName = Annotated[str, Option("NAME", "adamw or muon.")]
 Schedule = Annotated[str, Option("NAME", "wsd, cosine, linear or constant.")]
 Warmup = Annotated[int | None, Option("N", "Warmup steps. [a twentieth of the steps, at least 10]")]

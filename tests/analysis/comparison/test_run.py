@@ -203,6 +203,15 @@ def test_what_would_stop_every_worker_stops_the_comparison(
     assert not (tmp_path / "runs" / "short-seed0.json").exists()
 
 
+def test_a_refused_text_leaves_the_folder_free(
+    folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.interrupts = {"full-seed0"}
+    assert run_command(command(folder, tmp_path, "--batch-size", "20k")) == 2
+    assert not [path.name for path in tmp_path.iterdir() if path.name != ".lock"]
+    assert run_command(command(folder, tmp_path)) == 143, capsys.readouterr().err
+
+
 def test_a_changed_plan_is_refused_by_name(
     folder: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,7 @@ from heddle.lab.compare.tuning import (
 from heddle.lab.live import LivePage
 from heddle.lab.pages.report import report_json, report_page, write_report
 from heddle.lab.workers import Result, Task, Workers, run_tasks
-from heddle.machine import record_worker_choices
+from heddle.machine import RECORD, record_worker_choices
 from heddle.model.config import ModelConfig
 from heddle.runtime import Runtime, kind_of_device
 from heddle.storage.file_io import read_json_file, write_json_file
@@ -343,18 +343,18 @@ class ReportWriter:
     def first_report(self) -> Iterator[None]:
         """Write the report of a new comparison before the block, in which its text is prepared.
 
-        If the block rejects the text or the budget, the report is removed.
+        If the block rejects the text or the budget, report and plan are removed: a corrected call may use the folder.
         """
-        files = [self.comparison.out / name for name in REPORT_FILES]
-        if any(file.exists() for file in files):
+        out, is_shared = self.comparison.out, self.comparison.workers.share is not None  # then others may have begun
+        if any((out / name).exists() for name in REPORT_FILES):
             yield
             return
         self.write()
         try:
             yield
         except HeddleError:
-            for file in files:
-                file.unlink(missing_ok=True)
+            for name in REPORT_FILES if is_shared else (*REPORT_FILES, PLAN_FILE, RECORD):
+                (out / name).unlink(missing_ok=True)
             raise
 
 

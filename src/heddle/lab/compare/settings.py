@@ -36,7 +36,7 @@ DEFAULT_SEEDS = 3
 DEFAULT_TUNING_BUDGET = "1"  # as much training as the comparison itself
 
 Designs = Annotated[
-    tuple[str, ...], Argument("DESIGN|FIELD=VALUE", "The first is the baseline; overrides apply to all.")
+    tuple[str, ...], Argument("DESIGN|FIELD=VALUE", "Designs, the baseline first; overrides apply to all.")
 ]
 SequenceLength = Annotated[int, Option("N", "Tokens per sequence.", parse_length)]
 

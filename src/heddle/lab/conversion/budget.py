@@ -147,11 +147,12 @@ class HealingPlan:
 
     def _choose(self, steps: int, tokens: int) -> int:
         """At most `steps` steps of `tokens` tokens, and at most one pass over the text; 0 if that is too few."""
-        if min(steps, self.text_tokens // tokens) < MIN_CHOSEN_STEPS:
-            few = f"the budget leaves {steps} steps beside the report, and fewer than {MIN_CHOSEN_STEPS} may harm"
-            print_status(f"the budget chose: no healing: {few}")
-            return 0
         once = self.text_tokens // tokens
+        if min(steps, once) < MIN_CHOSEN_STEPS:
+            beside_report = f"the budget leaves {steps} steps beside the report"
+            few = f"the text has {once} steps" if once < steps else beside_report
+            print_status(f"the budget chose: no healing: {few}, and fewer than {MIN_CHOSEN_STEPS} may harm")
+            return 0
         end = "the whole text once, in less than the budget" if once < steps else "what the budget leaves"
         print_status(f"the budget chose: --heal {min(steps, once) * tokens} ({end})")
         return min(steps, once)

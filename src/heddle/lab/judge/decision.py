@@ -20,7 +20,7 @@ from heddle.errors import CheckpointError, ConfigError, MachineError
 from heddle.lab.compare.plan import all_candidates, parse_tuned_fields, tuned_settings
 from heddle.lab.judge import evidence, foreign
 from heddle.lab.judge.evidence import Decision, Noise
-from heddle.lab.judge.ledger import FIRST_SEED, TOKENIZER_FILE, Candidate, Ledger, Spans
+from heddle.lab.judge.ledger import CALIBRATION, FIRST_SEED, TOKENIZER_FILE, Candidate, Ledger, Spans
 from heddle.lab.judge.proposal import Refused, Submission, screen, screen_apart
 from heddle.lab.judge.settings import JudgeSettings
 from heddle.lab.workers import Task, Workers, run_tasks
@@ -183,7 +183,7 @@ class Judge:
         if settings.match == "flops":
             model = build(config, device="meta")
             return ["flops", 3 * flops_per_token(model, settings.sequence_length, training=True) * tokens, tokens]
-        where = self.ledger.folder / "calibration"
+        where = self.ledger.folder / CALIBRATION
         size = {"design": config.dump()}
         task = self.task(first, size, "time", where, seed=0, span=[[0, 2]], tokens=1, kind="calibrate")
         [result] = self.run([task])
@@ -197,7 +197,7 @@ class Judge:
 
         Returns the candidate, its losses, and the variance between windows of the difference of two seeds.
         """
-        where, span = self.ledger.folder / "calibration", self.ledger.windows.tuning
+        where, span = self.ledger.folder / CALIBRATION, self.ledger.windows.tuning
         tokens = self.tokens_of(first, size, "incumbent", where)
         first = self.tuned(first, size, "incumbent", where, tokens)
         tasks = [

@@ -22,11 +22,13 @@ from heddle.lab.judge.decision import Judge, RunFailed, first_size, listed
 from heddle.lab.judge.evidence import Noise
 from heddle.lab.judge.ledger import (
     AGENTS_FILE,
+    CALIBRATION,
     FINAL_SEED,
     Candidate,
     Ledger,
     append,
     check_settings,
+    ledger_lines,
     windows_from,
     write_settings,
 )
@@ -37,9 +39,10 @@ from heddle.lab.workers import default_workers
 from heddle.model.load_config import load_config
 from heddle.runtime import Runtime
 from heddle.session import open_session
+from heddle.storage import file_io
 from heddle.storage.file_io import read_json_file, write_file
 from heddle.storage.lock import RunLock
-from heddle.storage.run_log import LOG_FILE, read_log, to_plain_json
+from heddle.storage.run_log import refuse_other_content, to_plain_json
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
 
 # The end of a ledger: the sealed text is opened once, and each accepted change is removed alone.
@@ -203,6 +206,8 @@ def judge(settings: JudgeSettings | str, *words: str | Path, **options: Any) -> 
         return summary(Ledger.open(settings.out))
     if settings.action == "mcp":
         return server(settings).run()
+    if settings.action != "init":
+        Ledger.open(settings.out)  # before a lock makes a folder
     with ExitStack() as stack:
         runtime = open_session(stack, settings)
         stack.enter_context(RunLock(settings.out))
@@ -309,8 +314,11 @@ def init(settings: JudgeSettings, runtime: Runtime) -> dict[str, Any]:
     check_settings(settings, {"match": MATCHES, "rule": RULES, "adopt": ADOPTED})
     if settings.part:
         raise ConfigError(f"--part {settings.part[0]}: `init` starts from parts of the package; submit the part")
-    if (folder / LOG_FILE).is_file() and read_log(folder):
+    if ledger_lines(folder):
         raise CheckpointError(f"{folder}: holds a ledger already; submit to it, or name another folder with --out")
+    if not (folder / CALIBRATION).is_dir():  # of an interrupted call
+        refuse_other_content(folder)
+    file_io.make_folder(folder / CALIBRATION)
     first, files = _first_incumbent(settings)
     settings = replace(settings, data=tuple(absolute_sources(settings.data)), words=(), more=False)
     vocab_size = settings.vocab_size
@@ -347,7 +355,7 @@ def init(settings: JudgeSettings, runtime: Runtime) -> dict[str, Any]:
     }  # fmt: skip
     write_file(folder / AGENTS_FILE, AGENTS.format(out=folder, pairs=settings.pairs, alpha=settings.alpha))
     append(folder, to_plain_json(facts))
-    shutil.rmtree(folder / "calibration", ignore_errors=True)
+    shutil.rmtree(folder / CALIBRATION, ignore_errors=True)
     return dict(to_plain_json(facts)) | {"decisions_left": windows.decisions}
 
 

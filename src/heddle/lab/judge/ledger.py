@@ -22,6 +22,7 @@ from heddle.storage.file_io import write_file
 from heddle.storage.run_log import LOG_FILE, RunLog, read_log, to_plain_json
 
 LEDGER_FILE, AGENTS_FILE, TOKENIZER_FILE = "ledger.yaml", "AGENTS.md", "tokenizer.json"
+CALIBRATION = "calibration"  # a folder, until `init` has ended
 PROPOSALS = "proposals"
 FINAL_SHARE, TUNING_SHARE = 4, 8  # of the held-out windows: a fourth is sealed, an eighth tunes and calibrates
 MIN_WINDOWS = 8  # of a pair, where there are enough
@@ -148,6 +149,14 @@ def windows_from(settings: JudgeSettings, count: int, seed_variance: float, wind
     return windows
 
 
+def ledger_lines(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a ledger's log; none without a log. Raises CheckpointError for the log of a training."""
+    lines = read_log(folder) if (folder / LOG_FILE).is_file() else []
+    if lines and "settings_sha256" not in lines[0]:
+        raise CheckpointError(f"{folder}: holds a training run, not a ledger; name another folder with --out")
+    return lines
+
+
 @dataclass
 class Ledger:
     """An open ledger. facts: the log's first line. entries: proposals by number, from 1, with "verdict" once known."""
@@ -162,7 +171,7 @@ class Ledger:
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Read a ledger. Raises CheckpointError if there is none, or if its settings or log were altered."""
-        lines = read_log(folder) if (folder / LOG_FILE).is_file() else []
+        lines = ledger_lines(folder)
         if not lines:
             raise CheckpointError(f"{folder}: holds no ledger; make one with `heddle judge init DESIGN --out {folder}`")
         text = (folder / LEDGER_FILE).read_bytes() if (folder / LEDGER_FILE).is_file() else b""

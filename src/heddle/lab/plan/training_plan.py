@@ -79,9 +79,6 @@ def plan(
     if not isinstance(design, PlanSettings):
         design = PlanSettings.read({"design": plain_design(design), "overrides": list(overrides), **options})
     settings = design
-    tokens = settings.tokens
-    if tokens is not None and not 0 < tokens < float("inf"):
-        raise ConfigError(f"--tokens {tokens}: must be a number above 0, such as 20B")
     load_parts(settings.part)
     from heddle.lab.plan.costs import find_gpu, plan_training
     from heddle.model.load_config import load_config, read_design, with_vocab_size
@@ -89,6 +86,9 @@ def plan(
     data, gpu = read_design(settings.design, settings.overrides), find_gpu(settings.gpu)
     loaded = load_config(data)
     config = with_vocab_size(loaded, DEFAULT_VOCAB_SIZE)
+    least = (settings.batch_size or (1 if settings.cpu else settings.gpus)) * _length(settings, config)
+    if settings.tokens is not None and not least <= settings.tokens < float("inf"):
+        raise ConfigError(f"--tokens {settings.tokens:g}: must be a number of at least one step, {least:,} tokens")
     if settings.cpu:
         return PlannedTraining(_cpu_facts(settings, config) | {"vocab_size_assumed": loaded.vocab_size is None})
     result = plan_training(config, gpu, settings.gpus, _length(settings, config), settings.batch_size)
@@ -143,8 +143,8 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
     for name in ("gpus", "gpu", "dry_run"):
         value = getattr(settings, name)
         if value != getattr(PlanSettings(design=settings.design), name):
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {value}: is for GPUs, and --cpu asks for this CPU; leave one of them out")
+            option = name.replace("_", "-") + ("" if value is True else f" {value}")
+            raise ConfigError(f"--{option}: is for GPUs, and --cpu asks for this CPU; leave one of them out")
     from heddle.lab.bench.run import measure_limits
     from heddle.lab.compare.speed import RandomText, time_training_steps
     from heddle.machine import TIE, measured_choices

@@ -88,6 +88,8 @@ def kept_layers(text: str | None, design: ModelConfig) -> tuple[int, ...]:
         raise ConfigError(f"--keep {text}: is not a list of layers; write their numbers, such as 0,5") from None
     if wrong := [layer for layer in layers if not 0 <= layer < design.depth]:
         raise ConfigError(f"--keep {text}: the model has layers 0 to {design.depth - 1}, and no {wrong[0]}")
+    if len({*layers}) == design.depth:
+        raise ConfigError(f"--keep {text}: leaves no layer to change; keep fewer of the {design.depth} layers")
     return layers
 
 
