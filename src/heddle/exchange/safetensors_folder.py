@@ -42,7 +42,9 @@ TEXT_MODELS = {
     "fuyu": ("persimmon",),
     "emu3": ("emu3_text_model",),
     "moss_transcribe_diarize": ("qwen3",),
+    "kimi_k25": ("deepseek_v3", "kimi_k2"),
 }
+SAME_TEXT_MODELS = {"kimi_k2": "deepseek_v3"}  # published files name the first, which transformers reads as the second
 IMAGE_FIELDS = frozenset(
     """
     text_config vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
@@ -52,15 +54,18 @@ IMAGE_FIELDS = frozenset(
     vision_soft_tokens_per_image video_token_index projector_hidden_size image_seq_length image_size patch_size
     num_channels merged_hidden_size projector_bias audio_merge_size audio_chunk_size vq_config
     vocabulary_map image_start_token_id image_end_token_id video_start_token_id video_end_token_id
+    projection_hidden_size projection_layer_norm_eps
     """.split()  # noqa: SIM905
 )
 IMAGE_TENSORS = (
     "model.visual.", "model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector.",
     "vision_model.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.",
     "patch_merge_mlp.", "model.vision_embed_tokens.", "vision_embed_tokens.", "vqmodel.", "model.vqmodel.",
+    "model.mm_projector.", "mm_projector.",
 )  # fmt: skip
 PREFIXES = {
     "model.language_model.": "model.",
+    "language_model.model.blocks.": "model.layers.",  # Kimi K2.5 as transformers writes it
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.text_model.": "model.",
@@ -88,7 +93,8 @@ def text_model_config(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if TIED in config and inner.get(TIED, config[TIED]) != config[TIED]:
         raise ConfigError(f"{source}: field '{TIED}' of text_config is {inner[TIED]!r}; make it {config[TIED]!r}")
     outer = {name: value for name, value in config.items() if name not in IMAGE_FIELDS}
-    return outer | {name: value for name, value in inner.items() if value is not None or name not in outer}
+    result = outer | {name: value for name, value in inner.items() if value is not None or name not in outer}
+    return result | {"model_type": SAME_TEXT_MODELS.get(result["model_type"], result["model_type"])}
 
 
 def text_model_name(name: str) -> str:
