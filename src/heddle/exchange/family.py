@@ -248,6 +248,7 @@ class ModuleNames:
 
 FAMILIES_FOLDER = Path(__file__).parent / "families"
 NOT_READ_FILE = Path(__file__).parent / "not_read.json"
+OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # of published files; their class is that of the second
 
 
 @dataclass(frozen=True)
@@ -304,6 +305,8 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
         match config.get("architectures"):
             case [str(architecture)]:
                 model_type = classes.get(architecture)
+    if isinstance(model_type, str):
+        model_type = OTHER_NAMES.get(model_type, model_type)
     if not isinstance(model_type, str) or model_type not in families():
         if model_type is None and "layers" in config:
             raise ConfigError(

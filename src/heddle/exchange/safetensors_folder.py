@@ -44,7 +44,6 @@ TEXT_MODELS = {
     "moss_transcribe_diarize": ("qwen3",),
     "kimi_k25": ("deepseek_v3", "kimi_k2"),
 }
-SAME_TEXT_MODELS = {"kimi_k2": "deepseek_v3"}  # published files name the first, which transformers reads as the second
 IMAGE_FIELDS = frozenset(
     """
     text_config vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
@@ -93,8 +92,7 @@ def text_model_config(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if TIED in config and inner.get(TIED, config[TIED]) != config[TIED]:
         raise ConfigError(f"{source}: field '{TIED}' of text_config is {inner[TIED]!r}; make it {config[TIED]!r}")
     outer = {name: value for name, value in config.items() if name not in IMAGE_FIELDS}
-    result = outer | {name: value for name, value in inner.items() if value is not None or name not in outer}
-    return result | {"model_type": SAME_TEXT_MODELS.get(result["model_type"], result["model_type"])}
+    return outer | {name: value for name, value in inner.items() if value is not None or name not in outer}
 
 
 def text_model_name(name: str) -> str:
