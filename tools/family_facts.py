@@ -79,7 +79,7 @@ def _not_read() -> Iterator[str]:
 families above (BERT and its followers as encoders), and {renamed}."""
     if writable:
         yield f"No family reads these yet, though no part is missing ({len(writable)}): {', '.join(writable)}."
-    yield "The others are refused by name, with what they need and heddle lacks:"
+    yield "The others, and some that are no causal types, are refused by name, with what they need and heddle lacks:"
     yield "\n".join(f"- {missing}: {', '.join(types)}" for missing, types in sorted(needs.items()))
 
 

@@ -44,7 +44,7 @@ from tests.exchange.hf_models import (
 )  # fmt: skip
 
 VARIANTS = [(family, variant) for family, case in CASES.items() for variant in case.variants]
-WRITTEN = 32  # tokens of a greedy text
+WRITTEN = 64  # tokens of a greedy text
 FIRST = [(family, next(iter(case.variants))) for family, case in CASES.items()]
 BLOCK_SIZES = {"chunk_size", "mamba_chunk_size", "block_size"}  # of sums; other ones round otherwise
 ALIKE = 3e-5  # of a model with one field changed, which may be larger, and its logits with it

@@ -30,6 +30,7 @@ def test_nothing_is_listed_that_is_read_or_gone() -> None:
     [
         ("zamba2", "needs one block between several layers that reads the embedding too.*, which heddle lacks"),
         ("rwkv", "needs RWKV-4's mixer, which heddle lacks"),
+        ("mpnet", "needs a table of relative positions that layers share, which heddle lacks"),
     ],
 )
 def test_the_refusal_says_why(model_type: str, why: str) -> None:

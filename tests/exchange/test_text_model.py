@@ -40,6 +40,10 @@ M3: Fields = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20, "image_size": 16,
     "patch_size": 4, "temporal_patch_size": 1,
 }  # fmt: skip
+KIMI: Fields = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20, "patch_size": 4,
+    "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2,
+}  # fmt: skip
 HEARS = "moss_transcribe_diarize"  # with an encoder of audio
 MOSS: Fields = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20, "num_mel_bins": 8,
@@ -60,6 +64,7 @@ SEEING = [
     ("minimax_m3_vl", "minimax_m3_vl_text", M3),
     (HEARS, "qwen3", MOSS),
     ("emu3", "emu3_text_model", EMU3),
+    ("kimi_k25", "deepseek_v3", KIMI),
     ("glm5_next", "glm5_next_text", {name: value for name, value in QWEN_VISION.items() if "num_pos" not in name}),
 ]
 
@@ -100,6 +105,20 @@ def test_it_computes_what_the_whole_model_computes_for_a_text(
     assert export(ours, tmp_path / "out").family.model_type == family
     assert read_json(tmp_path / "out")["model_type"] == family
     again = load(tmp_path / "out").model
+    assert again.config == ours.config
+    assert all(torch.equal(value, again.get_parameter(name)) for name, value in ours.named_parameters())
+
+
+def test_published_names_of_kimi_are_read_as_those_of_transformers(tmp_path: Path) -> None:
+    seeing("kimi_k25", "deepseek_v3", KIMI, tmp_path)
+    ours, file = load(tmp_path).model, tmp_path / "model.safetensors"
+    tensors = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in load_file(file).items()}
+    assert tensors.keys() != load_file(file).keys()
+    save_file(tensors, file)
+    config = read_json(tmp_path)
+    config["text_config"]["model_type"] = "kimi_k2"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = load(tmp_path).model
     assert again.config == ours.config
     assert all(torch.equal(value, again.get_parameter(name)) for name, value in ours.named_parameters())
 

@@ -271,6 +271,7 @@ CLASS_DEFAULTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"layer_norm_eps": 1e-5, "type_vocab_size": 1}, "xlm-roberta-xl"),
     ({"n_group": 8, "topk_group": 4}, "axk1 deepseek_v3 deepseek_v32"),
 )
+OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # of published files; their class is that of the second
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,8 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
         match config.get("architectures"):
             case [str(architecture)]:
                 model_type = classes.get(architecture)
+    if isinstance(model_type, str):
+        model_type = OTHER_NAMES.get(model_type, model_type)
     if not isinstance(model_type, str) or model_type not in families():
         if model_type is None and "layers" in config:
             raise ConfigError(

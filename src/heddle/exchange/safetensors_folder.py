@@ -43,6 +43,7 @@ TEXT_MODELS = {
     "fuyu": ("persimmon",),
     "emu3": ("emu3_text_model",),
     "moss_transcribe_diarize": ("qwen3",),
+    "kimi_k25": ("deepseek_v3", "kimi_k2"),
 }
 IMAGE_FIELDS = frozenset(
     """
@@ -53,15 +54,18 @@ IMAGE_FIELDS = frozenset(
     vision_soft_tokens_per_image video_token_index projector_hidden_size image_seq_length image_size patch_size
     num_channels merged_hidden_size projector_bias audio_merge_size audio_chunk_size vq_config
     vocabulary_map image_start_token_id image_end_token_id video_start_token_id video_end_token_id
+    projection_hidden_size projection_layer_norm_eps
     """.split()  # noqa: SIM905
 )
 IMAGE_TENSORS = (
     "model.visual.", "model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector.",
     "vision_model.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.",
     "patch_merge_mlp.", "model.vision_embed_tokens.", "vision_embed_tokens.", "vqmodel.", "model.vqmodel.",
+    "model.mm_projector.", "mm_projector.",
 )  # fmt: skip
 PREFIXES = {
     "model.language_model.": "model.",
+    "language_model.model.blocks.": "model.layers.",  # Kimi K2.5 as transformers writes it
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.text_model.": "model.",

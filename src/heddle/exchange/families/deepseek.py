@@ -297,7 +297,10 @@ DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", read_deepseek_v2, w
 
 
 def read_deepseek_v3(config: ConfigReader) -> dict[str, Any]:
-    """DeepSeek-V3 (DeepSeek-AI 2024): as V2, with sigmoid scores, a balancing bias, experts chosen within groups."""
+    """DeepSeek-V3 (DeepSeek-AI 2024): as V2, with sigmoid scores, a balancing bias, experts chosen within groups.
+
+    Kimi K2 (`kimi_k2`) and the text model of K2.5 (`kimi_k25`) are of this class.
+    """
     mixer = read_attention(config, read_layout(config))
     return _common.rms_design(config, 1e-6, read_layers(config, mixer, read_sigmoid_routing(config), False))
 
