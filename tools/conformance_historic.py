@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,14 +34,12 @@ MODELS = 4  # of a family
 PLANTS = {bug.description: bug.plant for bug in reversed(BUGS)}
 
 
-def slower_after_long_texts(patch: Patch) -> None:
-    """Frequencies that a longer text has scaled stay scaled for the shorter one after it."""
+def as_longer_texts_had_it(patch: Patch) -> None:
+    """Frequencies that a longer text has scaled stay for the shorter one after it."""
 
     def stale(frequencies: Any, rope: Any, layout: Any, dtype: torch.dtype) -> Any:
-        found, by_text = frequencies(rope, layout, dtype)
-        longest = max(vars(rope).get("longest", 0), layout.length)
-        rope.longest = longest
-        return tuple(theta * layout.length / longest for theta in found), by_text
+        rope.longest = max(vars(rope).get("longest", 0), layout.length)
+        return frequencies(rope, replace(layout, start=None, doc_lengths=((rope.longest,),), cache={}), dtype)
 
     wrapped(PLANTS["rotary frequencies changed by a long text and not restored"].target, stale)(patch)
 
@@ -101,13 +100,17 @@ def wider_window(patch: Patch) -> None:
 
 
 def unused_memory(patch: Patch) -> None:
-    """Unused slots are multiplied by zero, and memory is not a number before it is written."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    PLANTS["unused slots multiplied by weights of zero"](patch)
+    """Slots of a static cache are multiplied by weights of zero, and no number before they are written."""
+    from transformers.cache_utils import StaticLayer
 
+    begin = StaticLayer.lazy_initialization
 
-IN_HEDDLE = (slower_after_long_texts, unused_memory)
+    def wrong(self: Any, *states: Any) -> None:
+        begin(self, *states)
+        for buffer in (self.keys, self.values):
+            buffer.fill_(torch.nan)
+
+    patch.setattr(StaticLayer, "lazy_initialization", wrong)
 
 
 def positions_in_the_window(patch: Patch) -> None:
@@ -147,7 +150,7 @@ def _masks(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 def another_row_after_64(patch: Patch) -> None:
     """Beyond 64 keys a query has the mask of the next."""
-    _masks(lambda mask: torch.cat((mask[..., :64, :], mask[..., 64:, :].roll(-1, 2)), 2))
+    _masks(lambda mask: torch.cat((mask[..., :64, :], mask[..., 65:, :], mask[..., -1:, :]), 2)[..., : mask.shape[2], :])
 
 
 def rows_without_keys(patch: Patch) -> None:
@@ -202,7 +205,7 @@ ROWS = [
     Row("transformers#25199, gpt-fast#190", "llama", other_layout),
     Row("gpt-neox#1003, transformers#29285", "llama", "rotary angles computed in the model's bfloat16"),
     Row("Megatron-LM#744", "llama", "rotary frequencies in a buffer that a dtype conversion rounds"),
-    Row("transformers#27033", "llama", slower_after_long_texts),
+    Row("transformers#27033", "phi3", as_longer_texts_had_it),
     Row("unsloth#4078", "llama", "the first row's positions used for every row"),
     Row("C2C#19, transformers#43082", "llama", positions_restart),
     Row("Token-Print#268", "mistral", positions_in_the_window),
@@ -237,7 +240,8 @@ def wrong_cases(folders: list[Path], in_heddle: bool, dtype: str, plant: Callabl
     """The cases that are wrong with a plant, as JSON: model and number -> property and name."""
     if plant is not None:
         plant(Patch())
-    engine: Any = HeddleModel if in_heddle else partial(TransformersModel, mode="eager")
+    mode = "static" if plant is unused_memory else "eager"
+    engine: Any = HeddleModel if in_heddle else partial(TransformersModel, mode=mode)
     found = {}
     for folder in folders:
         findings = _run_model(folder, lambda place: nullcontext(engine(place, dtype=DTYPES[dtype])), dtype)
@@ -256,7 +260,7 @@ def wrong_without(folders: tuple[Path, ...], in_heddle: bool, dtype: str) -> dic
 
 def check(row: Row, folders: list[Path]) -> dict[str, Any]:
     """Plant the bug and run the cases: in float32, and where nothing is wrong in bfloat16."""
-    in_heddle = isinstance(row.plant, str) or row.plant in IN_HEDDLE
+    in_heddle = isinstance(row.plant, str) or row.plant is as_longer_texts_had_it
     plant: Any = PLANTS[row.plant] if isinstance(row.plant, str) else row.plant
     found, dtype = {}, ""
     for dtype in DTYPES:

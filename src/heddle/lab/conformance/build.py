@@ -9,10 +9,9 @@ import json
 import shutil
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,18 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 from heddle import __version__
-from heddle.config import Part
 from heddle.errors import ConfigError, HeddleError
 from heddle.exchange.export import export
 from heddle.exchange.family import Family, families
-from heddle.exchange.family_match import TRAINING_FIELDS, design_from_config
+from heddle.exchange.family_match import design_from_config
 from heddle.exchange.load import load
-from heddle.laws.options import Option, Steps, alternatives, config_at, options, with_values
+from heddle.lab.conformance.bugs import CUTS, GOES_ON, ROLLBACK_FROM, ROLLBACK_TO, Bug, bugs_of, logits_of
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import cast_parameters
 from heddle.numerics.experts.mixture import route
 from heddle.numerics.random import RandomStream
 from heddle.parts.feedforwards.moe import MoE
-from heddle.parts.layout import Layout
-from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.positions import Rotation
 from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.yarn import YarnConfig
@@ -56,8 +52,6 @@ Q8_0_BLOCK = 32
 WIDER = {"intermediate_size": 64, "n_inner": 64, "ffn_hidden_size": 64, "hidden_size": 96, "n_embd": 96, "head_dim": 16}
 END_TOKEN = "<|end|>"
 ROW_LENGTHS = (48, 17, 5)  # of the rows that are padded and packed together
-CUTS = ((1,), (7, 8, 10, 19), tuple(range(1, 48)))  # where rows are cut: after the first token, unevenly, everywhere
-GOES_ON = 3  # tokens of each row of a padded batch that are read from its cache
 GREEDY = 24  # tokens of a greedy text
 REORDERINGS = 20  # of the sums of each product, in the first row
 REORDERINGS_OF_ALL = 4  # in the others
@@ -69,13 +63,9 @@ ROUTER_NOISE = {
 }  # of router logits: what would choose otherwise is not compared
 LONG = 272  # tokens of the last row: more positions than bfloat16 has integers
 MAX_LONG = 640  # of it, where it passes the original length of a RoPE scaling
-ROLLBACK_FROM, ROLLBACK_TO = 20, 12
 MIN_LEAD = 2.0  # tolerances, of a greedy token's logit over the next
 SEEDS = 16  # drawn until a model has clear choices
-TRIES = 12  # values of an option that is a choice or a part
 FIXED = (YarnConfig, Llama3Config)  # scalings that are the same for each length, so that a cache stays valid
-VALUES = 3  # of an option, each a mistake of its own
-SAME = 1e-9  # less is no change
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -302,13 +292,6 @@ def goldens_of(model: Decoder) -> Goldens:
     return found
 
 
-@torch.no_grad()
-def logits_of(model: Decoder, row: Sequence[int], layout: Layout | None = None) -> Tensor:
-    """Logits [T, vocab] of one row."""
-    logits: Tensor = model.head(model(torch.tensor([list(row)]), layout)[0])[0]
-    return logits
-
-
 @contextmanager
 def _recorded(
     model: Decoder, hidden: list[Tensor], experts: dict[int, Tensor], clear: dict[str, int]
@@ -441,168 +424,6 @@ def _greedy(model: Decoder, row: Sequence[int], min_lead: float) -> tuple[list[i
         text.append(int(best.indices[0]))
         leads.append(lead)
     return text[len(row) :], leads
-
-
-# Usual mistakes of engines, planted one at a time: what a model computes with each, so that an answer is named. Every
-# option of a design is one when it has another value: a window one too wide, the other layout of RoPE, a router that
-# renormalizes. Beside them stand mistakes of the cache and of batches.
-
-
-@dataclass(frozen=True)
-class Bug:
-    """A mistake and its logits [T, vocab] of a row. property: of the cases that show it."""
-
-    name: str
-    property: str
-    row: int
-    logits: Tensor
-    distance: float
-
-
-def bugs_of(
-    model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequence[Tensor], tolerance: float
-) -> tuple[list[Bug], list[str]]:
-    """The mistakes that change some logit by more than the tolerance, and the names of the others."""
-    found = [*_option_bugs(model, rows[0], goldens[0]), *_feeding_bugs(model, rows, goldens)]
-    seen = [bug for bug in found if bug.distance > tolerance]
-    return seen, sorted({bug.name for bug in found} - {bug.name for bug in seen})
-
-
-def _option_bugs(model: Decoder, row: Sequence[int], golden: Tensor) -> Iterator[Bug]:
-    design = model.config.resolved()
-    parameters = dict(model.named_parameters())
-    groups: dict[tuple[str, str], list[Option]] = {}
-    for option in options(design):
-        if option.name not in TRAINING_FIELDS:
-            groups.setdefault((_pattern(option.steps), repr(option.value)), []).append(option)
-    for (path, _), same in groups.items():
-        found = 0
-        for value in _other_values(same[0]):
-            wrong = _with(design, {steps: value for option in same for steps in _places(design, option)}, parameters)
-            logits = None if wrong is None else _logits(wrong, row)
-            if logits is not None and (distance := _distance(logits, golden)) > SAME:
-                shown = f"{path} is {_shown(value)} instead of {_shown(same[0].value)}"
-                yield Bug(shown, "logits", 0, logits, distance)
-                found += 1
-            if found == VALUES:
-                break
-
-
-def _other_values(option: Option) -> list[Any]:
-    """Wrong values that engines may compute with: another number or none, another choice, another part."""
-    value = option.value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return [other for group in alternatives(option) for other in group][:TRIES]
-    near = [value + 1, value - 1] if isinstance(value, int) else [1.0, 0.0, 2 * value]
-    left_out = [other for group in alternatives(option) for other in group if other is None]
-    return [*(other for other in near if other != value), *left_out]
-
-
-def _places(design: ModelConfig, option: Option) -> Iterator[Steps]:
-    """The paths of an option in all layers that have it: an engine makes its mistake in each."""
-    yield option.steps
-    if option.steps[0] == "layers":
-        for index in range(len(design.layers)):
-            inner = option.steps[2:]
-            with suppress(AttributeError, IndexError, AssertionError):
-                if index != option.steps[1] and config_at(design, ("layers", index, *inner[:-1])) == option.config:
-                    yield ("layers", index, *inner)
-
-
-def _pattern(steps: Steps) -> str:
-    return ".".join(step for step in steps if isinstance(step, str))
-
-
-def _shown(value: Any) -> str:
-    return str(value.dump()) if isinstance(value, Part) else repr(value)
-
-
-def _with(design: ModelConfig, values: dict[Steps, Any], parameters: Mapping[str, Tensor]) -> Decoder | None:
-    """The model with other options and the same weights; None where these do not fit."""
-    try:
-        with torch.device("meta"):
-            model = Decoder(with_values(design, values))
-    except (HeddleError, RuntimeError, ValueError):
-        return None
-    own = dict(model.named_parameters())
-    if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in parameters.items()}:
-        return None
-    for name, value in parameters.items():
-        path, _, last = name.rpartition(".")
-        setattr(model.get_submodule(path), last, value)
-    model.tie()
-    return model.eval()
-
-
-def _logits(model: Decoder, row: Sequence[int], layout: Layout | None = None) -> Tensor | None:
-    """Logits [T, vocab]; None where the model refuses the row or gives no numbers."""
-    try:
-        logits = logits_of(model, row, layout)
-    except (HeddleError, RuntimeError, ValueError):
-        return None
-    return logits if bool(logits.isfinite().all()) else None
-
-
-def _distance(logits: Tensor, golden: Tensor) -> float:
-    return float((logits - golden).abs().max())
-
-
-def _feeding_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequence[Tensor]) -> Iterator[Bug]:
-    """Mistakes in how rows are fed. `logits` are the whole row's, if the mistake comes after its start."""
-
-    def bug(name: str, what: str, row: int, fed: Sequence[int], start: int = 0, kept: int = 0) -> Iterator[Bug]:
-        """fed: the tokens that the engine reads at positions from `start` on, of which the last are the row's."""
-        logits = _logits(model, fed, Layout.causal(1, len(fed), start))
-        if logits is not None:
-            length = len(rows[row])
-            whole = torch.cat((goldens[row][:kept], logits[len(fed) - (length - kept) :]))
-            yield Bug(name, what, row, whole, _distance(whole, goldens[row]))
-
-    def turned(name: str, what: str, row: int, positions: list[int], fed: Sequence[int] = ()) -> Iterator[Bug]:
-        """Queries and keys are rotated by other positions than the mask's. fed: texts that end with the row."""
-
-        def by_positions(module: nn.Module, arguments: tuple[Tensor, Layout]) -> tuple[Tensor, Layout]:
-            x, layout = arguments
-            return x, replace(layout, positions=torch.tensor([positions]), start=None, is_checked=True, cache={})
-
-        rotations = [module for module in model.modules() if isinstance(module, Rotation)]
-        handles = [module.register_forward_pre_hook(by_positions) for module in rotations]
-        try:
-            logits = _logits(model, fed or rows[row]) if rotations else None
-        finally:
-            for handle in handles:
-                handle.remove()
-        if logits is not None:
-            last = logits[-len(rows[row]) :]
-            yield Bug(name, what, row, last, _distance(last, goldens[row]))
-
-    first, second = rows[:2]
-    padding = [0] * (len(first) - len(second))
-    yield from bug("padding is read as text", "padding", 1, [*padding, *second])
-    yield from bug("positions begin after the padding", "padding", 1, second, start=len(padding))
-    yield from bug("packed texts see each other", "packing", 0, [*second, *first])
-    if model.causal:
-        cut, kept = 7, ROLLBACK_TO
-        pieces = list(pairwise([0, *CUTS[1], len(first)]))
-        restarted = [position - start for start, stop in pieces for position in range(start, stop)]
-        later = [position + (position >= kept) * (ROLLBACK_FROM - kept) for position in range(len(rows[3]))]
-        yield from bug("the text before is still in the cache", "logits", 1, [*first, *second])
-        yield from bug("the cache is lost at a cut", "cuts", 0, first[cut:], start=cut, kept=cut)
-        yield from bug("positions restart at a cut, without the cache", "cuts", 0, first[cut:], kept=cut)
-        yield from turned("positions restart at each cut", "cuts", 0, restarted)
-        yield from bug("removed tokens stay in the cache", "rollback", 3, [*first[:20], *rows[3][kept:]], kept=kept)
-        yield from turned("removed tokens still count as positions", "rollback", 3, later)
-        again = [*range(len(first)), *range(len(second))]
-        name = "the text before is still in the cache, positions restart"
-        yield from turned(name, "logits", 1, again, [*first, *second])
-        late = [*range(len(second) - GOES_ON), *range(len(first) - GOES_ON, len(first))]
-        yield from turned("a padded batch continues at the positions of its longest row", "padding", 1, late)
-        mixers = [layer.mixer for _, layer in model.config.expand()]
-        for window in {each.window for each in mixers if isinstance(each, AttentionConfig) and each.window is not None}:
-            inside = [min(start, window - 1) + index for start, stop in pieces for index in range(stop - start)]
-            yield from turned("positions are counted within the window", "cuts", 0, inside)
-    again = [*range(len(second)), *range(len(first))]
-    yield from turned("packed texts see each other, positions restart", "packing", 0, again, [*second, *first])
 
 
 def _tensors(goldens: Goldens, bugs: Sequence[Bug]) -> dict[str, Tensor]:
