@@ -239,7 +239,7 @@ def _statements(file: str) -> list[tuple[int, str]]:
 
 
 def _statement_with(code: types.CodeType) -> ast.Module:
-    """The statement of a module that has this code, at its lines: walks over a whole file would take longer than a law."""
+    """The statement of a module that has this code, at its lines. Walking a whole file takes as long as a law."""
     first, source = [each for each in _statements(code.co_filename) if each[0] <= code.co_firstlineno][-1]
     return ast.parse("\n" * (first - 1) + source)
 
