@@ -208,7 +208,7 @@ def _changed(
     def plant(patch: pytest.MonkeyPatch) -> None:
         function = function_of(target)
         file = function.__code__.co_filename
-        tree = copy.deepcopy(_trees.get(function.__code__)) or ast.parse(Path(file).read_text(encoding="utf-8"))
+        tree = copy.deepcopy(_trees.get(function.__code__)) or _statement_with(function.__code__)
         (root,) = (node for node in ast.walk(tree) if _is_at(node, function.__code__))
         nodes = sorted(find(root), key=_evaluation)
         assert nodes, f"{function.__qualname__} has no such place"
@@ -225,6 +225,23 @@ def _changed(
         patch.setattr(function, "__code__", code)
 
     return Plant(target, plant)
+
+
+@functools.cache
+def _statements(file: str) -> list[tuple[int, str]]:
+    """The first line and the source of each statement of a module."""
+    source = Path(file).read_text(encoding="utf-8")
+    lines, found = source.split("\n"), []
+    for node in ast.parse(source).body:
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        found.append((first, "\n".join(lines[first - 1 : node.end_lineno])))
+    return found
+
+
+def _statement_with(code: types.CodeType) -> ast.Module:
+    """The statement of a module that has this code, at its lines. Walking a whole file takes as long as a law."""
+    first, source = [each for each in _statements(code.co_filename) if each[0] <= code.co_firstlineno][-1]
+    return ast.parse("\n" * (first - 1) + source)
 
 
 class _Replacement(ast.NodeTransformer):

@@ -161,7 +161,7 @@ from heddle.parts.residuals.residual_dual import ResidualDual
 from heddle.parts.residuals.sandwich import Sandwich
 from heddle.parts.states import KVCache, MixerState, _mask_of_cache, _mask_of_ring_and_call, without_padding
 from tests.cases import case
-from tests.laws.bugs import Bug, assert_caught, each, inputs_with
+from tests.laws.bugs import Bug, assert_caught, check_without_bugs, each, inputs_with
 from tests.laws.planting import (
     Plant,
     assigned,
@@ -1173,6 +1173,11 @@ BUGS = [
 @each(BUGS)
 def test_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_caught(bug, monkeypatch)
+
+
+@pytest.mark.nightly
+def test_laws_hold_without_them() -> None:
+    check_without_bugs(BUGS)
 
 
 OF_OPTIONS = [bug for bug in BUGS if bug.option]

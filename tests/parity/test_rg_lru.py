@@ -20,7 +20,7 @@ from heddle.parts.layout import Layout
 from heddle.parts.mixers.rg_lru import RGLRU, BlockGate, RGLRUConfig, bounded_sqrt
 from heddle.parts.norms.rms import RMSConfig
 from tests.cases import Data, case, design, layer
-from tests.laws.bugs import Bug, assert_caught, each, inputs_with
+from tests.laws.bugs import Bug, assert_caught, check_without_bugs, each, inputs_with
 from tests.laws.planting import Plant, calls, constant, operand_dropped, operator, reads
 from tests.parity.recurrence import projected
 from tests.parts.loops import Errors, assert_none, errors, mixer_errors, sigmoid, with_large_weights
@@ -245,3 +245,8 @@ BUGS = [
 @each(BUGS)
 def test_laws_catch_it(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_caught(bug, monkeypatch)
+
+
+@pytest.mark.nightly
+def test_laws_hold_without_them() -> None:
+    check_without_bugs(BUGS)

@@ -17,7 +17,7 @@ from heddle.parts.modules.blocks import block_tokens, extend_blocks
 from heddle.parts.norms.rms import RMSConfig
 from heddle.parts.positions.rope import RopeConfig
 from tests.cases import Data, case, design, layer
-from tests.laws.bugs import Bug, assert_caught, each
+from tests.laws.bugs import Bug, assert_caught, check_without_bugs, each
 from tests.laws.planting import Plant, calls, operand_dropped, reads
 from tests.parts.loops import Errors, assert_none, mixer_errors, rotated, sigmoid, with_large_weights
 
@@ -188,3 +188,8 @@ BUGS = [
 @each(BUGS)
 def test_laws_catch_it(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_caught(bug, monkeypatch)
+
+
+@pytest.mark.nightly
+def test_laws_hold_without_them() -> None:
+    check_without_bugs(BUGS)

@@ -45,38 +45,51 @@ def kernel_equivalence(config: ModelConfig) -> None:
     """Every kernel of every operation gives the values and gradients of the reference implementation."""
     model = model_under_test(config)
     for name, run in _runs(config, model):
-        with record_choices(model.embed.weight.device.type) as calls:
+        with record_choices(model.embed.weight.device.type) as choices:
             got = run()
-            chosen = {(call.operation, call.kernel) for call in calls}
-            with kernels(**REFERENCE):
+            chosen = {(choice.operation, choice.kernel) for choice in choices}
+            with kernels(**REFERENCE), record_calls() as calls:
                 want = run()
         _compare(got, want, f"{name}, chosen kernels")
         # Kernels of operations outside these calls would only repeat the reference; one that was chosen in every call
         # of its operation is compared already, and one that sees each token alone does not depend on the layout.
-        operations = {call.operation for call in calls} - (OF_TOKENS if name in LAYOUTS else set())
-        for operation, kernel in _forced_kernels(operations):
-            if {other for name_, other in chosen if name_ == operation} == {kernel}:
-                continue
-            try:
-                with kernels(**(REFERENCE | {operation: kernel})):
-                    got = run()
-            except ConfigError as error:
-                if "cannot serve here, because" in str(error):
-                    continue
-                raise
-            _compare(got, want, f"{name}, {operation}={kernel}")
+        left_out = OF_TOKENS if name in LAYOUTS else set()
+        for forced in _forced_kernels([call for call in calls if call.operation not in left_out], chosen):
+            _check_forced(run, want, name, forced)
+
+
+def _forced_kernels(calls: list[KernelCall], chosen: set[tuple[str, str]]) -> Iterator[dict[str, str]]:
+    """Kernels but the reference that can serve all these calls: of each operation its first one, its second one, ..."""
+    serving: dict[str, list[str]] = {}
+    for name in sorted({call.operation for call in calls}):
+        facts = {call.facts for call in calls if call.operation == name}
+        in_every_call = {kernel for operation, kernel in chosen if operation == name}
+        serving[name] = [
+            kernel.name
+            for kernel in OPERATIONS[name].kernels[:-1]
+            if in_every_call != {kernel.name} and all(kernel.rejected(each) is None for each in facts)
+        ]
+    for turn in range(max(map(len, serving.values()), default=0)):
+        yield {name: names[turn] for name, names in serving.items() if turn < len(names)}
+
+
+def _check_forced(run: Run, want: tuple[Tensor, Gradients], what: str, forced: dict[str, str]) -> None:
+    """Compare a run with these kernels: all at once, and each alone where they differ."""
+    try:
+        with kernels(**(REFERENCE | forced)):
+            got = run()
+        _compare(got, want, ", ".join([what, *(f"{name}={kernel}" for name, kernel in forced.items())]))
+    except (ConfigError, LawViolation) as error:
+        if len(forced) > 1:
+            for name, kernel in forced.items():
+                _check_forced(run, want, what, {name: kernel})
+        elif "cannot serve here, because" not in str(error):
+            raise
 
 
 def _compare(got: tuple[Tensor, Gradients], want: tuple[Tensor, Gradients], what: str) -> None:
     assert_close(got[0], want[0], what)
     assert_gradients_close(got[1], want[1], what)
-
-
-def _forced_kernels(operations: set[str]) -> Iterator[tuple[str, str]]:
-    """Each kernel of these operations but the reference, as (operation, kernel)."""
-    for name in sorted(operations):
-        for kernel in OPERATIONS[name].kernels[:-1]:
-            yield name, kernel.name
 
 
 def _runs(config: ModelConfig, model: Decoder) -> Iterator[tuple[str, Run]]:
