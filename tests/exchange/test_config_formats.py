@@ -7,17 +7,18 @@ import pytest
 import torch
 
 from heddle.exchange.export import export
-from heddle.exchange.family import families
-from heddle.exchange.family_match import design_from_config, match_family, match_report
+from heddle.exchange.family import ABSENT, families
+from heddle.exchange.family_match import design_from_config, differences, match_family, match_report
 from heddle.model.config import LayerConfig
 from heddle.model.decoder import build
 from tests.cases import CASES as DESIGNS
 from tests.cases import case
 from tests.covering import fewest, options_of
-from tests.exchange.cases import FULL, SLIDING, Fields
+from tests.exchange.cases import CASES, FULL, SLIDING, Fields
 from tests.exchange.hf_models import (
     AutoConfig,
     AutoModelForCausalLM,
+    config_of,
     imported,
     our_logits,
     plain,
@@ -195,3 +196,36 @@ def test_every_family_has_a_config_that_comes_nearest_to_any_design(turns: int) 
             match = match_family(case(name), family)
             assert json.dumps(match.config), name
             assert all(str(mismatch) for mismatch in match.mismatches), name
+
+
+def read_without(family: str, field: str, config: Fields) -> list[str]:
+    """The fields of a design that differ from those that transformers takes where a config lacks a field.
+
+    A config that either side refuses is not compared.
+    """
+    less = {name: value for name, value in config.items() if name != field}
+    try:
+        theirs = json.loads(AutoConfig.for_model(**less).to_json_string()) | {"architectures": less["architectures"]}
+        ours = design_from_config(less, families()[family])
+    except Exception:  # its validators raise what they like
+        return []
+    return [mismatch.path for mismatch in differences(ours, design_from_config(theirs, families()[family]))]
+
+
+# Latent attention has no heads of keys; where a config lacks the field, a class takes a number that it never uses.
+LATENT = "kv_lora_rank"
+
+
+@pytest.mark.parametrize("family", [family for family in CASES if family not in ("heddle", "rwkv7")])
+def test_a_field_that_a_config_lacks_has_the_value_that_its_class_takes(family: str) -> None:
+    config = json.loads(config_of(family, next(iter(CASES[family].variants))).to_json_string())
+    config |= {"architectures": [families()[family].architecture]}
+    unused = {"model_type", "architectures"} | ({"num_key_value_heads"} if LATENT in config else set())
+    assert {field: paths for field in config.keys() - unused if (paths := read_without(family, field, config))} == {}
+
+
+def test_another_default_than_that_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads(config_of("internlm3", "plain").to_json_string()) | {"architectures": ["LlamaForCausalLM"]}
+    assert read_without("internlm3", "rms_norm_eps", config) == []
+    monkeypatch.delitem(ABSENT["internlm3"], "rms_norm_eps")
+    assert read_without("internlm3", "rms_norm_eps", config) == ["norm.eps"]

@@ -248,6 +248,27 @@ class ModuleNames:
 
 FAMILIES_FOLDER = Path(__file__).parent / "families"
 NOT_READ_FILE = Path(__file__).parent / "not_read.json"
+# By model_type: what its class computes with where a config lacks a field, if readers would take another value.
+ABSENT: dict[str, dict[str, Any]] = {
+    **{
+        name: {"num_key_value_heads": heads}
+        for heads, names in {
+            2: "ernie4_5 glm glm4 internlm3",
+            4: "flint gemma2 gemma3_text granite_swa kolibri1 lfm3 mellum minimax_m3_vl_text smollm3 vaultgemma",
+            8: "cwm emu3_text_model gpt_oss hy_v3 iquestcoder lfm2 lfm2_moe llama4_text ministral ministral3 mistral"
+            " phimoe seed_oss",
+            16: "gemma qwen2_moe",
+            20: "helium",
+            32: "dots1 qwen2 qwen3",
+        }.items()
+        for name in names.split()
+    },
+    **{name: {"n_group": 8, "topk_group": 4} for name in ("axk1", "deepseek_v3", "deepseek_v32")},
+    "xlm-roberta-xl": {"layer_norm_eps": 1e-5, "type_vocab_size": 1},
+}
+ABSENT["gpt_oss"]["head_dim"] = 64
+ABSENT["glm"]["head_dim"] = ABSENT["glm4"]["head_dim"] = 128
+ABSENT["internlm3"]["rms_norm_eps"] = ABSENT["iquestcoder"]["rms_norm_eps"] = 1e-5
 OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # of published files; their class is that of the second
 
 

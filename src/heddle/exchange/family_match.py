@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from heddle.config import Config, DesignError, parse_config
 from heddle.errors import ConfigError, HeddleError
 from heddle.exchange.config_reader import NOTED_FIELDS, ConfigReader, short_repr
-from heddle.exchange.family import Family, families
+from heddle.exchange.family import ABSENT, Family, families
 from heddle.model.config import ModelConfig
 from heddle.model.load_config import DEFAULTS
 
@@ -124,7 +124,7 @@ def _read(
     config: dict[str, Any], family: Family, source: str = "config.json", noted: list[str] | None = None
 ) -> dict[str, Any]:
     """The design of a config as plain data, as in `design_from_config`."""
-    reader = ConfigReader(config, source)
+    reader = ConfigReader({**ABSENT.get(family.model_type, {}), **config}, source)
     try:
         data = family.read_config(reader)
     except HeddleError:

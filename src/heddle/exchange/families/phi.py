@@ -161,7 +161,7 @@ def _read_mixed_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:
         plain["attention_factor"] = float(scale)
     inner = ConfigReader({**config.data, "rope_parameters": plain, "rope_scaling": None}, config.source)
     config.unread -= {"rope_theta", "rope_parameters", ORIGINAL_LENGTH}
-    return read_rope(inner, head_dim)
+    return read_rope(inner, head_dim, 1e6)
 
 
 def write_phimoe(design: ModelConfig) -> dict[str, Any]:
