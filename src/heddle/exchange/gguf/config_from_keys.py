@@ -10,7 +10,7 @@ import numpy as np
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import short_repr
 from heddle.exchange.gguf.architectures import ARCHITECTURES, ONE_BASE, TWO_BASES
-from heddle.exchange.gguf.keys_from_config import SIGMOID
+from heddle.exchange.gguf.keys_from_config import SIGMOID, SOFTMAX
 from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import MAX_LAYERS
 from heddle.parts.positions.rope import RopeConfig
@@ -51,6 +51,7 @@ YARN_LOG = {graph.name: graph.yarn_log or 1.0 for graph in ARCHITECTURES.values(
 READS_YARN_LOG = {graph.name for graph in ARCHITECTURES.values() if graph.latent or graph.yarn_log is not None}
 # Keys of RoPE that llama.cpp reads and heddle has one value for.
 ROPE_FIXED = {
+    "alpha": 0.0,
     "attn_factor": 1.0,
     "yarn_ext_factor": 1.0,
     "yarn_attn_factor": 1.0,
@@ -58,6 +59,10 @@ ROPE_FIXED = {
     "yarn_beta_slow": 1.0,
 }
 WINDOWED = {graph.name: period for graph in ARCHITECTURES.values() if (period := graph.full_attention_period)}
+GATING = {  # llama.cpp's number of the function of router logits, where the family has one
+    **dict.fromkeys(("afmoe", "dots1", "glm4moe", "minimax-m2"), SIGMOID),
+    **dict.fromkeys(("ernie4_5-moe", "hunyuan-moe"), SOFTMAX),
+}
 SCALED_BY_FACTOR = ("afmoe", "gemma2", "gpt-oss")  # in layers with a window, also where the type of scaling is none
 KV_HEADS_BY_LAYER = ("lfm2", "granitehybrid")
 GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
@@ -158,6 +163,8 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     if keys.graph not in (TWO_BASES, ONE_BASE):
         keys.expect_same("rope.freq_base_swa", keys.of_graph("rope.freq_base", 10000.0))
     keys.expect_same("rope.dimension_count_swa", keys.of_graph("rope.dimension_count", keys.head_dim))
+    if keys.graph in GATING:
+        keys.expect_same("expert_gating_func", GATING[keys.graph])
     config, table = _common_fields(keys, shapes), ARCHITECTURE_FIELDS[keys.graph]
     own = table(keys, shapes) if callable(table) else table
     config |= {name: entry(keys, shapes) if callable(entry) else entry for name, entry in own.items()}
@@ -360,6 +367,8 @@ def _deepseek(keys: Keys, shapes: Shapes) -> FieldTable:
     }
     if keys.of_graph("expert_gating_func", 0) == SIGMOID:
         return config
+    if keys.of_graph("expert_gating_func", 0):
+        keys.expect_same("expert_gating_func", SOFTMAX)
     return config | {"model_type": "deepseek_v2", "n_group": None, "topk_group": None}
 
 
