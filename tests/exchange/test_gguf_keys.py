@@ -14,13 +14,14 @@ from heddle.exchange.gguf import config_from_keys, load_gguf
 from heddle.exchange.gguf.config_from_keys import _scaling
 from heddle.exchange.gguf.export import export_gguf
 from tests.exchange.hf_models import our_logits
-from tests.exchange.test_gguf import CLOSE, model_pair, prompt, run, tokenizer
+from tests.exchange.test_gguf import APPROXIMATE, CLOSE, CLOSE_WITH_GELU, model_pair, prompt, run, tokenizer
 from tests.exchange.test_gguf_read import finish, writer_with_keys
 from tests.laws.planting import Plant, result
 
 UINT, FLOAT, STRING, BOOL = (GGUFValueType.UINT32, GGUFValueType.FLOAT32, GGUFValueType.STRING, GGUFValueType.BOOL)
 INTS, TEXTS = (GGUFValueType.ARRAY, GGUFValueType.INT32), (GGUFValueType.ARRAY, GGUFValueType.STRING)
-Change = dict[str, tuple[Any, ...]]
+BOOLS = (GGUFValueType.ARRAY, BOOL)
+Change = dict[str, tuple[Any, ...] | None]  # None: without the key
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def exported(family: str, folder: Path) -> Path:
 
 
 def changed(file: Path, target: Path, keys: Change, dtype: type = np.float32) -> Path:
-    """The same file with other keys, {graph} standing for its graph, and its weights as `dtype`."""
+    """The same file with other keys or without some, {graph} standing for its graph, and its weights as `dtype`."""
     reader = GGUFReader(file)
     graph = reader.fields["general.architecture"].contents()
     keys = {name.format(graph=graph): value for name, value in keys.items()}
@@ -42,7 +43,8 @@ def changed(file: Path, target: Path, keys: Change, dtype: type = np.float32) ->
         reader.fields.pop(name, None)
     writer = writer_with_keys(reader, target)
     for name, value in keys.items():
-        writer.add_key_value(name, *value)
+        if value is not None:
+            writer.add_key_value(name, *value)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, np.array(tensor.data).astype(dtype))
     finish(writer)
@@ -66,13 +68,29 @@ AS_LLAMA_CPP: dict[str, Change] = {
     "the same number for each layer": {"{graph}.attention.head_count_kv": ([2, 2, 2], *INTS)},
 }
 
+PATTERN, WINDOW = "{graph}.attention.sliding_window_pattern", "{graph}.attention.sliding_window"
+OF_FAMILIES: dict[str, tuple[str, Change]] = {
+    "a window in every other layer": ("gemma3_text", {PATTERN: (2, UINT)}),
+    "a window in every layer": ("gemma3_text", {PATTERN: (0, UINT)}),
+    "windows by layer": ("cohere2", {PATTERN: ([True, True, False, True], *BOOLS)}),
+    "windows by layer, as numbers, of the first layers": ("olmo3", {PATTERN: ([1, 0], *INTS)}),
+    "no window": ("gemma3_text", {WINDOW: None}),
+    "a window of 0": ("gemma3_text", {WINDOW: (0, UINT)}),
+    "a base of windows that the graph does not read": ("olmo3", {"{graph}.rope.freq_base_swa": (33.0, FLOAT)}),
+    "no base": ("olmo3", {"{graph}.rope.freq_base": None}),
+    "no scaling in a graph whose family has one": ("gpt_oss", {"{graph}.rope.scaling.type": ("none", STRING)}),
+    "none in spite of a factor": ("cohere2", AS_LLAMA_CPP["a factor of type none"]),
+}
 
-@pytest.mark.parametrize("name", AS_LLAMA_CPP)
+
+@pytest.mark.parametrize("name", [*AS_LLAMA_CPP, *OF_FAMILIES])
 def test_keys_mean_what_llama_cpp_takes_them_for(name: str, plain: Path, tmp_path: Path) -> None:
-    file = changed(plain, tmp_path / "changed.gguf", AS_LLAMA_CPP[name])
+    family, keys = OF_FAMILIES.get(name) or ("llama", AS_LLAMA_CPP[name])
+    base = plain if family == "llama" else exported(family, tmp_path)
+    file = changed(base, tmp_path / "changed.gguf", keys)
     answer = torch.tensor(run(file, [{"tokens": prompt(), "n": 0, "logits": True}])[0]["logits"])
     ours = our_logits(load_gguf(file).model, torch.tensor([prompt()]))[0]
-    assert float((answer - ours).abs().max()) <= CLOSE
+    assert float((answer - ours).abs().max()) <= (CLOSE_WITH_GELU if family.startswith(APPROXIMATE) else CLOSE)
 
 
 def test_a_scaling_that_is_not_read_is_caught(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +111,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "merges of unknown tokens": ("llama", {MERGES: (["zz q"], *TEXTS)}, "tokenizer is damaged"),
     "merges without a space": ("llama", {MERGES: (["zz"], *TEXTS)}, "tokenizer is damaged"),
     "the RoPE of a window": ("cohere2", {"{graph}.rope.freq_base_swa": (33.0, FLOAT)}, "freq_base_swa"),
+    "a factor of windows alone": ("gpt_oss", AS_LLAMA_CPP["a factor of type none"], "rope.scaling.factor"),
+    "a base by another rule": ("hunyuan_v1_dense", {"{graph}.rope.scaling.alpha": (5.0, FLOAT)}, "alpha"),
+    "another function of routers": ("glm4_moe", {"{graph}.expert_gating_func": (1, UINT)}, "expert_gating_func"),
+    "an unknown function of routers": ("deepseek_v3", {"{graph}.expert_gating_func": (3, UINT)}, "expert_gating_func"),
+    "rotated dims of a window": ("gemma2", {"{graph}.rope.dimension_count_swa": (4, UINT)}, "dimension_count_swa"),
     "experts of no width": ("ernie4_5_moe", {"{graph}.expert_feed_forward_length": (0, UINT)}, "0"),
     "very many layers": ("qwen3_5_text", {"{graph}.block_count": (2**31, UINT)}, "layers"),
     "layers without a kind": ("lfm2", {"{graph}.attention.head_count_kv": ([2], *INTS)}, "layer_types"),

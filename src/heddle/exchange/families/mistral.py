@@ -64,7 +64,7 @@ def read_ministral3(config: ConfigReader) -> dict[str, Any]:
     plain = {name: value for name, value in table.items() if name not in (BETA, "max_position_embeddings")}
     plain_config = ConfigReader({**config.data, "rope_parameters": plain, "rope_scaling": None}, config.source)
     position = read_rope(plain_config, heads["head_dim"])
-    config.unread -= {"rope_theta", "partial_rotary_factor"}
+    config.unread -= {"rope_theta", "rope_parameters", "partial_rotary_factor"}
     config.expect(ORIGINAL_LENGTH, length, None)
     mixer = _common.attention(config, heads, position, window=config.optional("sliding_window"))
     mixer |= {"temperature_beta": float(beta) or None, "temperature_length": length if beta else None}

@@ -315,6 +315,8 @@ DEEPSEEK = Architecture(
     moe_to_the_end=True,
     rope_scalings=(YarnConfig,),
 )
+# The graph that has another base of RoPE in layers with a window, and one that reads no such key.
+TWO_BASES, ONE_BASE = "gemma3", "olmo2"
 # What llama.cpp's graphs of other families leave out.
 LEFT_OUT = {
     "nemotron_h": "the least time step of Mamba-2",

@@ -9,8 +9,9 @@ import numpy as np
 
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import short_repr
-from heddle.exchange.gguf.architectures import ARCHITECTURES
-from heddle.exchange.gguf.keys_from_config import SIGMOID
+from heddle.exchange.gguf.architectures import ARCHITECTURES, ONE_BASE, TWO_BASES
+from heddle.exchange.gguf.keys_from_config import SIGMOID, SOFTMAX
+from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import MAX_LAYERS
 from heddle.parts.positions.rope import RopeConfig
 from heddle.parts.scalings.llama3 import Llama3Config
@@ -50,13 +51,19 @@ YARN_LOG = {graph.name: graph.yarn_log or 1.0 for graph in ARCHITECTURES.values(
 READS_YARN_LOG = {graph.name for graph in ARCHITECTURES.values() if graph.latent or graph.yarn_log is not None}
 # Keys of RoPE that llama.cpp reads and heddle has one value for.
 ROPE_FIXED = {
+    "alpha": 0.0,
     "attn_factor": 1.0,
     "yarn_ext_factor": 1.0,
     "yarn_attn_factor": 1.0,
     "yarn_beta_fast": 32.0,
     "yarn_beta_slow": 1.0,
 }
-TWO_ROPES = ("gemma3", "olmo2")  # graphs with a RoPE of their own in layers with a window
+WINDOWED = {graph.name: period for graph in ARCHITECTURES.values() if (period := graph.full_attention_period)}
+GATING = {  # llama.cpp's number of the function of router logits, where the family has one
+    **dict.fromkeys(("afmoe", "dots1", "glm4moe", "minimax-m2"), SIGMOID),
+    **dict.fromkeys(("ernie4_5-moe", "hunyuan-moe"), SOFTMAX),
+}
+SCALED_BY_FACTOR = ("afmoe", "gemma2", "gpt-oss")  # in layers with a window, also where the type of scaling is none
 KV_HEADS_BY_LAYER = ("lfm2", "granitehybrid")
 GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
 # Of the scalings that Llama 3 was published with; a GGUF holds its factors alone.
@@ -99,6 +106,22 @@ class Keys:
         """A required integer of the graph."""
         return self.require(f"{self.graph}.{name}", int)
 
+    def expect_same(self, name: str, expected: T) -> None:
+        """Raises ConfigError if a key of the graph has another value."""
+        if f"{self.graph}.{name}" in self.fields and (value := self.of_graph(name, expected)) != expected:
+            raise ConfigError(f"{self.source}: key '{self.graph}.{name}' is {value}; heddle reads {expected} here")
+
+    def layer_types(self, depth: int) -> list[str]:
+        """Which layers have a window: as an array says, or all but each `sliding_window_pattern`-th; 0: all."""
+        name, depth = "attention.sliding_window_pattern", min(depth, MAX_LAYERS)
+        array = self.fields.get(f"{self.graph}.{name}")
+        if isinstance(array, list):
+            windowed = [*array[:depth], *[False] * (depth - len(array))]
+        else:
+            period = self.of_graph(name, WINDOWED[self.graph])
+            windowed = [not period or (index + 1) % period for index in range(depth)]
+        return [SLIDING if each else FULL for each in windowed]
+
     @property
     def head_dim(self) -> int:
         """Dims of a head: from the file, or width / heads."""
@@ -137,13 +160,16 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
         raise ConfigError(
             f"{keys.source}: key '{keys.graph}.attention.causal' is false; heddle reads causal models only"
         )
-    if (name := f"{keys.graph}.rope.freq_base_swa") in keys.fields and keys.graph not in TWO_ROPES:
-        theta = keys.of_graph("rope.freq_base", 10000.0)
-        if (other := keys.get(name, theta)) != theta:
-            raise ConfigError(f"{keys.source}: key '{name}' is {other}; heddle reads {theta} here")
+    if keys.graph not in (TWO_BASES, ONE_BASE):
+        keys.expect_same("rope.freq_base_swa", keys.of_graph("rope.freq_base", 10000.0))
+    keys.expect_same("rope.dimension_count_swa", keys.of_graph("rope.dimension_count", keys.head_dim))
+    if keys.graph in GATING:
+        keys.expect_same("expert_gating_func", GATING[keys.graph])
     config, table = _common_fields(keys, shapes), ARCHITECTURE_FIELDS[keys.graph]
     own = table(keys, shapes) if callable(table) else table
     config |= {name: entry(keys, shapes) if callable(entry) else entry for name, entry in own.items()}
+    if keys.graph in WINDOWED and config.get("sliding_window"):
+        config |= {"layer_types": keys.layer_types(config["num_hidden_layers"])}
     missing = MISSING_FIELDS.get(keys.graph, ())
     return {name: value for name, value in config.items() if name not in missing}
 
@@ -185,6 +211,9 @@ def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
             )
     if keys.rope_factors:
         return _llama3(keys, theta, head_dim)
+    if kind == "none" and factor != 1.0 and keys.graph in SCALED_BY_FACTOR:
+        for name in ("rope.scaling.factor", "rope.scale_linear"):
+            keys.expect_same(name, 1.0)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
@@ -296,25 +325,27 @@ def _query_scale(keys: Keys, depth: int) -> dict[str, Any]:
     return {"query_pre_attn_scalar": dim, "sliding_window": keys.of_graph("attention.sliding_window", 4096)}
 
 
-def _ropes(keys: Keys, theta: float, sliding_theta: float) -> dict[str, Any]:
-    """The RoPEs of layers without and with a window; the thetas are the defaults."""
-    head_dim = keys.number("attention.key_length")
-    theta, sliding = keys.of_graph("rope.freq_base", theta), keys.of_graph("rope.freq_base_swa", sliding_theta)
-    full = {"rope_theta": theta} | _scaling(keys, theta, head_dim)
-    tables = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": sliding}}
+def _ropes(keys: Keys, sliding_theta: float) -> dict[str, Any]:
+    """The RoPEs of layers without and with a window."""
+    theta = keys.of_graph("rope.freq_base", 10000.0)
+    full = {"rope_theta": theta} | _scaling(keys, theta, keys.number("attention.key_length"))
+    tables = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": sliding_theta}}
     return {"rope_parameters": tables, "rope_theta": None}
 
 
 def _gemma3(keys: Keys, shapes: Shapes) -> FieldTable:
-    cap = {"final_logit_softcapping": keys.fields.get(f"{keys.graph}.final_logit_softcapping")}
-    return {"model_type": "gemma3_text", **GEMMA_ACTIVATION, **_query_scale(keys, 62), **cap, **_ropes(keys, 1e4, 1e4)}
+    fields = {"model_type": "gemma3_text", **GEMMA_ACTIVATION, **_query_scale(keys, 62)}
+    fields |= {"final_logit_softcapping": keys.fields.get(f"{keys.graph}.final_logit_softcapping")}
+    fields |= _ropes(keys, keys.of_graph("rope.freq_base_swa", 10000.0))
+    if keys.of_graph("attention.sliding_window", 0):
+        return fields
+    return fields | {"sliding_window": None, "layer_types": [FULL] * min(keys.number("block_count"), MAX_LAYERS)}
 
 
 def _olmo2(keys: Keys, shapes: Shapes) -> FieldTable:
     if not keys.of_graph("attention.sliding_window", 0):
         return {"model_type": "olmo2"}
-    theta = keys.of_graph("rope.freq_base", 500000.0)
-    return {"model_type": "olmo3", "sliding_window": WINDOW, **_ropes(keys, theta, theta)}
+    return {"model_type": "olmo3", "sliding_window": WINDOW, **_ropes(keys, keys.of_graph("rope.freq_base", 10000.0))}
 
 
 def _granite_moe(keys: Keys, shapes: Shapes) -> FieldTable:
@@ -336,6 +367,8 @@ def _deepseek(keys: Keys, shapes: Shapes) -> FieldTable:
     }
     if keys.of_graph("expert_gating_func", 0) == SIGMOID:
         return config
+    if keys.of_graph("expert_gating_func", 0):
+        keys.expect_same("expert_gating_func", SOFTMAX)
     return config | {"model_type": "deepseek_v2", "n_group": None, "topk_group": None}
 
 

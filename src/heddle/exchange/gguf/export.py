@@ -26,6 +26,7 @@ from heddle.exchange.gguf.architectures import (
     ARCHITECTURES,
     LEFT_OUT,
     POSITION,
+    TWO_BASES,
     Architecture,
     GGUFTensor,
     gguf_tensors,
@@ -158,6 +159,8 @@ def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architec
     yield from _rope_mismatches(full, rotary_dim or head_dim, graph)
     if sliding is not None:
         yield from _rope_mismatches(sliding, head_dim, graph if graph.scaled_windows else UNSCALED)
+        if sliding.base != full.base and graph.name != TWO_BASES:
+            yield Mismatch(f"{POSITION}.base", sliding.base, full.base)
 
 
 # Values of configs that have another name in heddle, by the end of the path.
