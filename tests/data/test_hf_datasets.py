@@ -212,13 +212,14 @@ def test_what_cannot_be_read_is_one_sentence(saved: Path, argument: str, message
     for name, columns in {"body": ["n", "body"], "twice": ["text", "text", "body"], "number": ["n"]}.items():
         values = [pyarrow.array([1]) if column == "n" else texts for column in columns]
         parquet.write_table(pyarrow.Table.from_arrays(values, names=columns), saved / f"{name}.parquet")
-    for name, state in {
+    states: dict[str, Any] = {
         "lost": {"_data_files": [{"filename": "../one/data-00000-of-00003.arrow"}]},
         "gone": {"_data_files": [{"filename": "data.arrow"}]},
         "ordered": {"_data_files": [{"filename": "data.arrow"}], "_indices_data_files": [{"filename": "i.arrow"}]},
         "torn": None,
         "rowless": {"_data_files": []},
-    }.items():
+    }
+    for name, state in states.items():
         (saved / name).mkdir(exist_ok=True)
         (saved / name / "state.json").write_text("{" if state is None else json.dumps(state))
     with pytest.raises(DataError, match=message.replace("@", str(saved))) as error:

@@ -127,6 +127,38 @@ def test_a_cache_of_a_hub_is_named_with_its_snapshot(tmp_path: Path) -> None:
     rewritten("llama", "plain", snapshot, lambda config, tensors: tensors)
     assert str(snapshot) in refusal(tmp_path / "models--a--b")
     load(snapshot)
+    (snapshot.parent / "0000").mkdir()
+    (snapshot.parent / "0000" / "config.json").write_text("{}")
+    (tmp_path / "models--a--b" / "refs").mkdir()
+    (tmp_path / "models--a--b" / "refs" / "main").write_text("0123")
+    assert str(snapshot) in refusal(tmp_path / "models--a--b")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_link_to_nothing_is_named(name: str, tmp_path: Path) -> None:
+    folder = rewritten("llama", "plain", tmp_path / "model", lambda config, tensors: tensors)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../blobs/0123")
+    assert f"{folder / name}: is a symbolic link to nothing" in refusal(folder)
+
+
+def test_a_classifier_is_named_by_its_class(tmp_path: Path) -> None:
+    def with_other_head(config: Fields, tensors: Tensors) -> Tensors:
+        config["architectures"] = ["LlamaForSequenceClassification"]
+        head = tensors.pop("lm_head.weight")
+        return tensors | {"score.weight": head[:1].clone()}
+
+    folder = rewritten("llama", "plain", tmp_path / "model", with_other_head)
+    assert "import the model that this LlamaForSequenceClassification was made of" in refusal(folder)
+
+
+def test_modules_of_a_sentence_encoder_are_said_not_to_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = rewritten("bert", next(iter(CASES["bert"].variants)), tmp_path / "model", lambda config, tensors: tensors)
+    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+    load(folder)
+    assert f"{folder / 'modules.json'}: what follows the transformer" in capsys.readouterr().err
 
 
 def test_two_models_in_one_file_are_named(tmp_path: Path) -> None:

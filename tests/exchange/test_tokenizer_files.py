@@ -23,6 +23,8 @@ from heddle.generation.decode import decode
 from heddle.generation.generate import beam_search
 from heddle.generation.model_runner import GenerationRequest, ModelRunner
 from heddle.generation.sampling import Sampler
+from heddle.serving.limits import ServerLimits
+from heddle.serving.requests import RequestReader
 from heddle.storage.model import load as load_checkpoint
 from heddle.tokenization.backend import EOD_TOKEN
 from heddle.tokenization.token_bytes import SPIECE_UNDERLINE
@@ -84,6 +86,35 @@ def trained() -> Tokenizer:
 def streamed(tokenizer: Tokenizer, ids: list[int], before: list[int]) -> str:
     stream = tokenizer.decode_stream(before)
     return "".join(map(stream.push, ids)) + stream.finish()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "template"),
+    [
+        ("chat_template.json", {"chat_template": "{{ messages }}"}, "{{ messages }}"),
+        ("tokenizer_config.json", {"chat_template": {"default": "{{ messages }}", "rag": "x"}}, "{{ messages }}"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "tool_use", "template": "x"}]}, None),
+        ("tokenizer_config.json", {"chat_template": None}, None),
+    ],
+)
+def test_a_template_is_found_wherever_it_lies_and_no_other_takes_its_place(
+    file: str, content: Any, template: str | None, tmp_path: Path
+) -> None:
+    folder = folder_of(next(iter(TOKENIZERS)), tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    (folder / file).write_text(json.dumps(content))
+    tokenizer = load(folder).tokenizer
+    assert tokenizer is not None
+    found = RequestReader(tokenizer, "model", ServerLimits()).chat_format
+    assert (None if found is None else found.template) == template
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "qwen.tiktoken", "tiktoken.model"])
+def test_a_tokenizer_that_is_not_read_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(next(iter(TOKENIZERS)), tmp_path / "model")
+    (folder / "tokenizer.json").rename(folder / name)
+    assert load(folder).tokenizer is None
+    assert f"{folder / name}: is not read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -272,7 +272,7 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def chat_template_text(tokenizer_files: Mapping[str, str]) -> str | None:
     """Return the Jinja text of the chat template in a tokenizer's files (content by name), or None."""
     config = _read_tokenizer_config(tokenizer_files)
-    return tokenizer_files.get(CHAT_TEMPLATE_FILE) or _select_template(config.get("chat_template"))
+    return tokenizer_files.get(CHAT_TEMPLATE_FILE) or select_template(config.get("chat_template"))
 
 
 def special_token_settings(config: Mapping[str, Any], token_map: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,11 +311,12 @@ def _read_tokenizer_config(tokenizer_files: Mapping[str, str], name: str = TOKEN
     return data if isinstance(data, dict) else {}
 
 
-def _select_template(templates: Any) -> str | None:
-    """The template itself, or the one named `default` in a list of templates."""
+def select_template(templates: Any) -> str | None:
+    """The template itself, or the one named `default` among several."""
     if isinstance(templates, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
-        templates = by_name.get("default")
+        templates = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
+    if isinstance(templates, dict):
+        templates = templates.get("default")
     return templates if isinstance(templates, str) else None
 
 

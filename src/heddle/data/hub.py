@@ -306,7 +306,7 @@ def _is_text(kind: Any) -> bool:
     from pyarrow import types
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def _saved_dataset_files(dataset: HFDataset, folder: Path) -> list[Path]:

@@ -33,6 +33,7 @@ HF_HEAD_WEIGHTS = (
 )  # fmt: skip
 # Words that wrappers insert into tensor names: torch.compile, data parallelism, FSDP, checkpointing.
 WRAPPERS = ("_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+MODULES_FILE = "modules.json"  # of sentence-transformers
 # Suffixes of tensors that are left over where quantized weights were loaded and saved again.
 QUANTIZATION_LEFTOVERS = (
     ".qweight", ".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".input_scale", ".SCB",
@@ -71,6 +72,8 @@ def load(
     noted: list[str] = []
     design = original_design(checkpoint.config, family, source, noted)
     _print_notes(noted, family, source)
+    if (modules := path / MODULES_FILE).is_file():
+        print_status(f"noted: {modules}: what follows the transformer, such as pooling, is not read")
     try:
         design = with_stored_modules(design, family, checkpoint)
         model = build(design, device="meta")

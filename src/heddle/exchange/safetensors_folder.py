@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heddle.data.documents import LFS_POINTER
-from heddle.errors import CheckpointError, ConfigError, no_folder_reason
+from heddle.errors import CheckpointError, ConfigError, describe_path, no_folder_reason
 from heddle.progress import print_status, printable, progress_bar
 from heddle.storage.file_io import READ_FLAGS_FOLLOWING_LINKS, open_regular_file, read_error, read_exactly
 from heddle.storage.folder import MAX_DOCUMENT_BYTES, read_folder
@@ -120,6 +121,7 @@ MAX_JSON_LENGTH = 64 * 2**20  # characters
 MAX_JSON_DEPTH = 64  # levels of nested objects and arrays
 ADAPTER_FILE = "adapter_config.json"
 IS_POINTER = "is a Git LFS pointer, not the file; run `git lfs pull` in its folder, or download the file"
+OTHER_HEADS = re.compile(r"For\w*Classification|ForQuestionAnswering|ForMultipleChoice|Reward")  # in names of classes
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 
 
@@ -142,14 +144,21 @@ class SafetensorsFolder:
     def _open(self, folder: Path) -> None:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name one that holds a {CONFIG_FILE}")
+        for path in folder.iterdir():
+            is_read = path.suffix in (".json", ".jinja") or path.name == SINGLE_FILE
+            if is_read and path.is_symlink() and not path.exists():
+                raise CheckpointError(f"{path}: {describe_path(path)}; copy the folder with the files of its links")
         if (folder / ADAPTER_FILE).is_file() and not (folder / CONFIG_FILE).is_file():
             base = self._adapter_base()
             remedy = "merge it into its model with peft's `merge_and_unload`, save that, and import it"
             raise CheckpointError(f"{folder}: is an adapter{base}, not a model; {remedy}")
         if not (folder / CONFIG_FILE).is_file():
-            gguf, snapshot = (min(folder.glob(own), default=None) for own in ("*.gguf", f"snapshots/*/{CONFIG_FILE}"))
+            gguf, main = min(folder.glob("*.gguf"), default=None), folder / "refs" / "main"
             remedy = "name the folder of one" if gguf is None else f"name the GGUF itself, {gguf}"
-            remedy = remedy if snapshot is None else f"name the snapshot in this cache of a hub, {snapshot.parent}"
+            if snapshots := sorted(path.parent for path in folder.glob(f"snapshots/*/{CONFIG_FILE}")):
+                newest = read_text_file(main).strip() if main.is_file() else ""
+                snapshot = next((path for path in snapshots if path.name == newest), snapshots[0])
+                remedy = f"name the snapshot in this cache of a hub, {snapshot}"
             if (folder / RUN_FILE).is_file():
                 remedy = "it is a run of heddle's, which needs no import; in Python use heddle.load"
             raise CheckpointError(f"{folder}: has no {CONFIG_FILE}, so it is not a transformers model; {remedy}")
@@ -162,6 +171,9 @@ class SafetensorsFolder:
                 contents = read_folder(folder, flags=READ_FLAGS_FOLLOWING_LINKS)
             self.records, self.verified_texts = contents.records, contents.documents
         self.config = self.read_json(CONFIG_FILE)
+        match self.config.get("architectures"):
+            case [str(architecture)] if OTHER_HEADS.search(architecture):
+                self.restore = f"import the model that this {printable(architecture)[:80]} was made of"
         self.ignored_tensors: tuple[str, ...] = ()
         self._stored_names: dict[str, str] = {}
         if has_text_model(self.config):

@@ -10,8 +10,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from heddle.data.chat import (
+    CHAT_TEMPLATE_FILE,
     SPECIAL_TOKENS_FILE,
     TOKENIZER_CONFIG_FILE,
+    chat_template_text,
+    select_template,
     special_token_settings,
     special_token_text,
     turn_end_ids,
@@ -30,8 +33,10 @@ POST_PROCESSOR_KEY = "heddle"
 ADDED_TOKENS_FILE = "added_tokens.json"
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+PROCESSOR_TEMPLATE_FILE = "chat_template.json"  # of models of images, in the place of CHAT_TEMPLATE_FILE
 UNREADABLE_TOKENIZER_FILES = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json",
+    "*.tiktoken", "tiktoken.model",
 )  # fmt: skip
 
 
@@ -49,12 +54,16 @@ def read_tokenizer_files(
     """
     text_files = {name: read_text(folder / name) for name in COMPANION_FILES if (folder / name).is_file()}
     json_files = {name: parse_json(text, folder / name) for name, text in text_files.items() if name.endswith(".json")}
+    if chat_template_text(text_files) is None and (file := folder / PROCESSOR_TEMPLATE_FILE).is_file():
+        template = select_template(parse_json(read_text(file), file).get("chat_template"))
+        text_files |= {} if template is None else {CHAT_TEMPLATE_FILE: template}
     path = folder / TOKENIZER_FILE
     if not path.is_file():
-        unreadable = next((name for name in UNREADABLE_TOKENIZER_FILES if (folder / name).is_file()), None)
+        unreadable = next((min(found) for name in UNREADABLE_TOKENIZER_FILES if (found := [*folder.glob(name)])), None)
         if unreadable is not None:
-            remedy = f"save the tokenizer as {TOKENIZER_FILE} with transformers"
-            print_status(f"warning: {folder / unreadable}: is not read; {remedy}")
+            print_status(
+                f"warning: {unreadable}: is not read; save the tokenizer as {TOKENIZER_FILE} with transformers"
+            )
         return None, text_files
     text = read_text(path)
     tokenizer_config = json_files.get(TOKENIZER_CONFIG_FILE, {})

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heddle.data.chat import ASSISTANT, CHAT_TEMPLATE_FILE, ROLES, TOKENIZER_CONFIG_FILE, ChatFormat
+from heddle.data.chat import ASSISTANT, CHAT_TEMPLATE_FILE, ROLES, ChatFormat, chat_template_text
 from heddle.data.documents import UnreadableError
 from heddle.errors import DataError, parse_error_reason, pip_install, shorten_value
 from heddle.numerics.dispatch import optional_module
@@ -223,9 +223,8 @@ class RequestReader:
         added = [len(text) for text in tokenizer.special_tokens.values()]
         self._longest_token = max([*(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)), *added])
         files = tokenizer.companion_files
-        has_template = CHAT_TEMPLATE_FILE in files or '"chat_template"' in files.get(TOKENIZER_CONFIG_FILE, "")
         try:
-            self.chat_format = ChatFormat(tokenizer, files) if has_template else None
+            self.chat_format = None if chat_template_text(files) is None else ChatFormat(tokenizer, files)
         except UnreadableError as error:
             raise DataError(f"{CHAT_TEMPLATE_FILE}: {error}; restore the model's folder") from error
 
