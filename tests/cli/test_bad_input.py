@@ -371,6 +371,21 @@ def test_what_options_decide_is_refused_before_text_and_weights_are_read(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["train {root}/good.yaml --out {root}/new/run", "inspect {run} --text x --out {root}/new/page.html"],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_text_and_weights_are_read(
+    words: str, workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("training.run._open_data", "storage.tensor_file._BlockReader.read"):
+        monkeypatch.setattr(f"heddle.{path}", lambda *arguments: pytest.fail("text or weights are read"))
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != workspace)  # root may write anywhere
+    assert run_command([*words.format(run=f"{workspace}/run", root=workspace).split(), "--device", "cpu"]) == 1
+    assert "cannot be written (Permission denied)" in capsys.readouterr().err
+    assert not (workspace / "new").exists()
+
+
 @pytest.mark.parametrize("name", ["flipped", "cut"])
 def test_generating_from_a_damaged_checkpoint_names_file_and_tensor(
     name: str, workspace: Path, capsys: pytest.CaptureFixture[str]
@@ -433,7 +448,7 @@ def test_files_of_prompts_are_read_line_by_line(workspace: Path, capsys: pytest.
         ("empty.txt", b"", "is empty"),
         ("list.jsonl", b'{"prompt": "the"}\n[1]\n', "line 2"),
         ("bytes.txt", b"\xff\xfe", "UTF-8"),
-        ("missing.txt", None, "cannot be read"),
+        ("missing.txt", None, "does not exist"),
     ):
         if content is not None:
             (workspace / name).write_bytes(content)
