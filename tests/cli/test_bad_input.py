@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -148,6 +149,9 @@ ERRORS: list[tuple[str, int, str]] = [
     ("show @/good.yaml layers.0.mixer.kind=attentoin", 2, "layers[0].mixer:.*'attentoin'"),
     ("show @/good.yaml layers.7.mixer.heads=2", 2, "override 'layers.7.mixer.heads=2':"),
     ("show @/good.yaml =5", 2, "override '=5':.*path.to.field=value"),
+    ("show @/good.yaml --encoder-length 5", 2, "--encoder-length 5: no layer reads"),
+    ("train @/good.yaml --rank-timeout nan --data @/text --out @/new", 2, "--rank-timeout nan: must be"),
+    ("train --from @/run --lora 1000000 --data @/text --out @/new", 2, "lora: rank = 1000000 is more"),
     ("show @/good.yaml --context-length 0", 2, "show: --context-length, --batch-size.*--encoder-length"),
     ("train @/bidirectional.yaml --data @/text --out @/new", 2, "causal:"),
     ("compare @/good.yaml @/bidirectional.yaml --data @/text --out @/new", 2, "@/bidirectional.yaml:"),
@@ -384,6 +388,15 @@ def test_a_place_that_cannot_be_written_is_refused_before_text_and_weights_are_r
     assert run_command([*words.format(run=f"{workspace}/run", root=workspace).split(), "--device", "cpu"]) == 1
     assert "cannot be written (Permission denied)" in capsys.readouterr().err
     assert not (workspace / "new").exists()
+
+
+def test_a_checkpoint_without_its_manifest_is_not_to_be_imported(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = shutil.copytree(checkpoint_folder(workspace / "run", 2), tmp_path / "step")
+    (step / "manifest.json").unlink()
+    assert run_command(["generate", str(step), "--device", "cpu"]) == 2
+    assert f"{step}/manifest.json: is missing; restore it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["flipped", "cut"])
