@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
+MAX_NAMED_CHARACTERS = 2**26  # of a file that an option names
 MAX_NAME_CHARACTERS = 100  # of an unknown name; finding its nearest match takes quadratic time
 FILE_TYPES = {
     stat.S_IFREG: "is a file",
@@ -113,7 +114,11 @@ def read_named_file(name: str, path: Path, remedy: str) -> str:
     name: of the file in the error, such as `--token-file key.txt`.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_NAMED_CHARACTERS + 1)  # a device may never end
+        if len(text) <= MAX_NAMED_CHARACTERS:
+            return text
+        reason = f"has more than {MAX_NAMED_CHARACTERS:,} characters"
     except UnicodeDecodeError:
         reason = "is not UTF-8 text"
     except ValueError:

@@ -501,8 +501,22 @@ def test_an_altered_ledger_is_refused(ledger: Path, tmp_path: Path) -> None:
         judge("init", "preset:gqa-tiny", out=ledger)
 
 
+def test_what_init_fixed_is_refused_later(ledger: Path) -> None:
+    for action, words, option in (("submit", ("p.yaml",), {"lr": 0.5}), ("final", (), {"alpha": 0.7})):
+        with pytest.raises(ConfigError, match="was fixed by `init`"):
+            judge(action, *words, out=ledger, quiet=True, **option)
+    with pytest.raises(ConfigError, match=r"show: takes no p\.yaml"):
+        judge("show", "p.yaml", out=ledger)
+    submit(ledger, BETTER, alpha=0.5)  # as it was fixed
+
+
 def test_what_cannot_be_read(ledger: Path, made: Path, tmp_path: Path) -> None:
-    for change, words in (({"widths": 3}, "unknown field"), ({"training": {"steps": 3}}, "cannot be proposed")):
+    for change, words in (
+        ({"widths": 3}, "unknown field"),
+        ({"training": {"steps": 3}}, "cannot be proposed"),
+        ({"training": {"lr": "fast"}}, "--lr fast: must be a number"),
+        ({"training": {"weight_decay": "0.1"}}, "wrong type"),
+    ):
         with pytest.raises(ConfigError, match=words):
             submit(ledger, change)
     options = OPTIONS | {"windows": 1200, "out": tmp_path / "new"}

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -148,6 +149,9 @@ ERRORS: list[tuple[str, int, str]] = [
     ("show @/good.yaml layers.0.mixer.kind=attentoin", 2, "layers[0].mixer:.*'attentoin'"),
     ("show @/good.yaml layers.7.mixer.heads=2", 2, "override 'layers.7.mixer.heads=2':"),
     ("show @/good.yaml =5", 2, "override '=5':.*path.to.field=value"),
+    ("show @/good.yaml --encoder-length 5", 2, "--encoder-length 5: no layer reads"),
+    ("train @/good.yaml --rank-timeout nan --data @/text --out @/new", 2, "--rank-timeout nan: must be"),
+    ("train --from @/run --lora 1000000 --data @/text --out @/new", 2, "lora: rank = 1000000 is more"),
     ("show @/good.yaml --context-length 0", 2, "show: --context-length, --batch-size.*--encoder-length"),
     ("train @/bidirectional.yaml --data @/text --out @/new", 2, "causal:"),
     ("compare @/good.yaml @/bidirectional.yaml --data @/text --out @/new", 2, "@/bidirectional.yaml:"),
@@ -371,6 +375,30 @@ def test_what_options_decide_is_refused_before_text_and_weights_are_read(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["train {root}/good.yaml --out {root}/new/run", "inspect {run} --text x --out {root}/new/page.html"],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_text_and_weights_are_read(
+    words: str, workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("training.run._open_data", "storage.tensor_file._BlockReader.read"):
+        monkeypatch.setattr(f"heddle.{path}", lambda *arguments: pytest.fail("text or weights are read"))
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != workspace)  # root may write anywhere
+    assert run_command([*words.format(run=f"{workspace}/run", root=workspace).split(), "--device", "cpu"]) == 1
+    assert "cannot be written (Permission denied)" in capsys.readouterr().err
+    assert not (workspace / "new").exists()
+
+
+def test_a_checkpoint_without_its_manifest_is_not_to_be_imported(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = shutil.copytree(checkpoint_folder(workspace / "run", 2), tmp_path / "step")
+    (step / "manifest.json").unlink()
+    assert run_command(["generate", str(step), "--device", "cpu"]) == 2
+    assert f"{step}/manifest.json: is missing; restore it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["flipped", "cut"])
 def test_generating_from_a_damaged_checkpoint_names_file_and_tensor(
     name: str, workspace: Path, capsys: pytest.CaptureFixture[str]
@@ -433,7 +461,7 @@ def test_files_of_prompts_are_read_line_by_line(workspace: Path, capsys: pytest.
         ("empty.txt", b"", "is empty"),
         ("list.jsonl", b'{"prompt": "the"}\n[1]\n', "line 2"),
         ("bytes.txt", b"\xff\xfe", "UTF-8"),
-        ("missing.txt", None, "cannot be read"),
+        ("missing.txt", None, "does not exist"),
     ):
         if content is not None:
             (workspace / name).write_bytes(content)

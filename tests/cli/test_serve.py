@@ -48,6 +48,7 @@ def test_a_short_or_missing_token_is_refused(folder: Path, tmp_path: Path, capsy
         "none": "does not exist",
         "": "is a folder",
         "latin": "is not UTF-8",
+        "/dev/zero": "has more than",
     }.items():
         assert run_command(["serve", str(folder), "--token-file", str(tmp_path / name)]) == 2
         told = capsys.readouterr().err

@@ -96,6 +96,9 @@ def test_a_phrase_has_what_is_off_against_its_default() -> None:
         assert shown in phrase
     assert describe(config.norm, with_defaults=False) == "rms cast=after"
     assert "bias" not in phrase
+    written_out, _ = (layer.mixer for layer in config.resolved().layers)  # rotary_dim is head_dim
+    assert written_out is not None
+    assert "position=(rope base=50.0)" in describe(written_out)
     frequencies = heddle.load_config(
         {"vocab_size": 50, "width": 256, "layers": [
             {"mixer": {"kind": "attention", "heads": 1, "position": {"kind": "rope", "inv_freq": [0.5] * 128}}}

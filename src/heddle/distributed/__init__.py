@@ -35,7 +35,7 @@ def enter_ranks(stack: ExitStack, device: str, wait_seconds: float) -> tuple["Ra
     """
     from heddle.distributed.ranks import ONE_PROCESS
 
-    if wait_seconds <= 0:
+    if not 0 < wait_seconds < float("inf"):
         raise ConfigError(f"--rank-timeout {wait_seconds:g}: must be above 0 seconds")
     if not is_rank():
         return ONE_PROCESS, device

@@ -114,6 +114,8 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
         imported = imported_family(source) if isinstance(source, str) else None
         lengths, batch = list(settings.context_length), settings.batch_size
         facts = measure(config, lengths, batch, dtype, device, encoder_length, imported)
+        if encoder_length is not None and not any(context["encoder_length"] for context in facts["contexts"]):
+            raise ConfigError(f"--encoder-length {encoder_length}: no layer reads an encoder's output; leave it out")
         facts["vocab_size_assumed"] = loaded.vocab_size is None
         facts["exports_as"] = family_lines(config, imported)
         if settings.profile:

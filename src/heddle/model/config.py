@@ -552,6 +552,9 @@ def describe(part: Config, with_defaults: bool = True) -> str:
             others = describe(value, with_defaults=False).removeprefix(f"of={list(value.of)}")
             value = f"({','.join(value.of)}{others})" if others else ",".join(value.of)
         elif isinstance(value, Config):
+            dims = getattr(value, "rotary_dim", None)
+            if dims is not None and dims == getattr(part, "head_dim", None):  # the default, written out
+                value = value.replace(rotary_dim=None)
             is_whole = isinstance(value, MixerConfig) or not isinstance(value, Part)
             inner = describe(value, is_whole)
             value = f"({inner})" if is_whole or " " in inner else inner

@@ -338,9 +338,19 @@ def refuse_no_file(path: Path) -> None:
         raise CheckpointError(f"{path}: {what}, not a file; choose another name")
 
 
+def refuse_unwritable(folder: Path) -> None:
+    """Raise, before long work, for a folder that lies below a file, or where this process may not write."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise folder_error(folder, OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise write_error(folder, OSError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
 def refuse_no_page(path: Path) -> None:
     """As `refuse_no_file`, and for a file with content that is no page of HTML or XML: it may be a run's, or a text."""
     refuse_no_file(path)
+    refuse_unwritable(path.parent)
     with suppress(OSError), path.open("rb") as file:
         if file.read(1) not in (b"", b"<"):
             raise CheckpointError(f"{path}: is a file, not a page; choose another name, or remove it")

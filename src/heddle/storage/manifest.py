@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -175,6 +176,14 @@ def parse_json_object(raw: bytes, infinity: Any = None) -> dict[str, Any]:
     return content
 
 
+def _is_design(config: Path) -> bool:
+    """Whether a config.json is a design, and not a config of transformers."""
+    with suppress(OSError, ValueError, RecursionError):
+        data = json.loads(config.read_bytes()) if config.is_file() else None
+        return isinstance(data, dict) and "layers" in data and "model_type" not in data
+    return False
+
+
 def read_manifest(folder: Path, flags: int = READ_FLAGS) -> Manifest:
     """Read and check a folder's manifest. Raises CheckpointError, naming the defect.
 
@@ -184,8 +193,10 @@ def read_manifest(folder: Path, flags: int = READ_FLAGS) -> Manifest:
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: {no_folder_reason(folder)}; name a folder that heddle saved")
     if not os.path.lexists(path):
+        if _is_design(config := folder / "config.json"):
+            raise CheckpointError(f"{path}: is missing; restore it, or name an earlier checkpoint")
         remedy = "name another folder, or import this one"
-        if (folder / "config.json").is_file():
+        if config.is_file():
             remedy += f" (`heddle import {folder} NAME`, or in Python heddle.exchange.transformers.load)"
         raise CheckpointError(f"{folder}: has no {MANIFEST_FILE}, so heddle did not save it; {remedy}")
     with open_regular_file(path, flags) as (descriptor, size):

@@ -104,6 +104,10 @@ class Settings:
             )
         if not 0 < self.learning_rate < float("inf"):
             raise ConfigError(f"learning_rate {self.learning_rate}: must be a number above 0")
+        if not 0 <= self.weight_decay < float("inf"):
+            raise ConfigError(f"weight_decay {self.weight_decay}: must be a number of at least 0")
+        if not self.max_gradient_norm > 0:
+            raise ConfigError(f"max_gradient_norm {self.max_gradient_norm}: must be a number above 0")
         if self.warmup is not None and self.warmup < 0:
             raise ConfigError(f"warmup {self.warmup}: must be at least 0")
         if not 0 <= self.first_sample <= MAX_COUNT:

@@ -432,10 +432,19 @@ def test_a_tuning_budget_that_is_too_small_is_refused_before_the_text_is_read(
     assert "a budget of 5 seconds is too small" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 def test_an_interrupt_prints_the_table_the_report_and_what_is_missing(
-    folder: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    machine: Machine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_slow: bool,
 ) -> None:
+    """Also where a report takes so long to write that it is not written after every run."""
     machine.stops_before = "b-seed1"
+    monkeypatch.setattr(comparison_run, "SLOW_REPORT_SECONDS", 0.0 if is_slow else 1e9)
+    monkeypatch.setattr(comparison_run, "MAX_REPORT_SHARE", 0.0)
     options = ("--tokens", "64000", "--workers", "1", "--seeds", "2")
     assert compare(folder, tmp_path / "out", *options) == 130
     out = capsys.readouterr().out

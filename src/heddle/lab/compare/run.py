@@ -420,12 +420,15 @@ def run_comparison(
         # Workers that finish the last trainings start on the recall tasks at once, unless the number of trainings, or
         # the time that they leave, is not known in advance.
         is_fixed = plan.until_resolved is None and time_plan.budget is None
-        _train(writer, schedule, _recall_tasks(writer) if is_fixed else {})
-        _train_at_shared_values(writer)
-        _measure_recall(writer)
-        _measure_speeds(writer)
-        results.is_complete = True
-        return writer.write()
+        try:
+            _train(writer, schedule, _recall_tasks(writer) if is_fixed else {})
+            _train_at_shared_values(writer)
+            _measure_recall(writer)
+            _measure_speeds(writer)
+            results.is_complete = True
+        finally:  # also after a signal: `update` leaves reports out that take long to write
+            report = writer.write()
+        return report
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from heddle.lab.workers import default_workers
 from heddle.model.load_config import load_config
 from heddle.runtime import Runtime
 from heddle.session import open_session
+from heddle.settings import SessionSettings, settings_of
 from heddle.storage import file_io
 from heddle.storage.file_io import read_json_file, write_file
 from heddle.storage.lock import RunLock
@@ -202,12 +203,14 @@ def judge(settings: JudgeSettings | str, *words: str | Path, **options: Any) -> 
         settings = JudgeSettings.read({"action": settings, "words": words, **options})
     if settings.action not in ACTIONS:
         raise ConfigError(f"ACTION {settings.action}: unknown; choices: {', '.join(ACTIONS)}")
+    if settings.words and settings.action in ("show", "final", "mcp"):
+        raise ConfigError(f"{settings.action}: takes no {settings.words[0]}; leave it out")
     if settings.action == "show":
         return summary(Ledger.open(settings.out))
     if settings.action == "mcp":
         return server(settings).run()
     if settings.action != "init":
-        Ledger.open(settings.out)  # before a lock makes a folder
+        _refuse_options_of_init(settings, Ledger.open(settings.out).settings)  # before a lock makes a folder
     with ExitStack() as stack:
         runtime = open_session(stack, settings)
         stack.enter_context(RunLock(settings.out))
@@ -224,6 +227,17 @@ def judge(settings: JudgeSettings | str, *words: str | Path, **options: Any) -> 
             result = judge.submit(read_proposal(Path(settings.words[0])), settings.more)
         write_file(settings.out / PAGE_FILE, judge_page(summary(judge.ledger)))
         return result
+
+
+def _refuse_options_of_init(settings: JudgeSettings, fixed: JudgeSettings) -> None:
+    """Raise ConfigError for an option that `init` has fixed to another value."""
+    settings = replace(settings, data=tuple(absolute_sources(settings.data)) if settings.data else ())
+    default, free = JudgeSettings(action=settings.action), {each.name for each in fields(SessionSettings)}
+    for field in fields(JudgeSettings):
+        as_before = getattr(settings, field.name) in (getattr(default, field.name), getattr(fixed, field.name))
+        if not as_before and field.name not in free | {"action", "words", "out", "more", "workers", "json"}:
+            option = settings_of(JudgeSettings)[field.name].flag
+            raise ConfigError(f"{option}: was fixed by `init`; leave it out, or make another ledger")
 
 
 def server(settings: JudgeSettings) -> Any:

@@ -35,10 +35,10 @@ from heddle.model.load_config import load_config, parse_yaml, read_design, with_
 from heddle.model.size import flops_per_token, parameter_counts
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
-from heddle.settings import shorten
+from heddle.settings import settings_of, shorten
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.training.run import parse_scales
-from heddle.training.settings import Settings
+from heddle.training.settings import Settings, TrainSettings
 
 # Leaks: what a model must not know, found in the smallest case, with the part that lets it through.
 
@@ -243,11 +243,17 @@ def _training(file: Path, values: Any) -> dict[str, Any]:
         raise ConfigError(f"{file}: training.{unknown[0]}: cannot be proposed; choices: {', '.join(TRAINING)}")
     if "lr_scale" in values:
         values = values | {"lr_scale": [list(pair) for pair in parse_scales(_list(file, values, "lr_scale"))]}
-    found = {TRAINING[name]: value for name, value in values.items() if name != "seed" and value is not None}
+    options = settings_of(TrainSettings)
+    found = {name: value for name, value in values.items() if name != "seed" and value is not None}
     try:
+        for name in found.keys() & options.keys() - {"lr_scale"}:
+            found[name] = options[name].read(found[name])
+        found = {TRAINING[name]: value for name, value in found.items()}
         Settings(steps=1, **found)
-    except (ConfigError, TypeError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{file}: training: {error}") from None
+    except TypeError:
+        raise ConfigError(f"{file}: training: a value is of the wrong type; give numbers and words") from None
     return found
 
 

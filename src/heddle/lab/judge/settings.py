@@ -10,6 +10,7 @@ from heddle.settings import (
     Option,
     SessionSettings,
     TrainingPrecision,
+    parse_length,
     parse_tokens,
 )
 from heddle.training.settings import (
@@ -58,7 +59,7 @@ class JudgeSettings(SessionSettings):
     seconds: Annotated[float, Option("X", "Limit of each run of a proposal's own code.")] = 3600.0
     memory: Annotated[float, Option("GB", "Memory limit of each run of a proposal's own code.")] = 16.0
     batch_size: BatchSize = 4
-    sequence_length: Annotated[int, Option("N", "Tokens per sequence, and per held-out window.")] = 256
+    sequence_length: Annotated[int, Option("N", "Tokens per sequence, and per held-out window.", parse_length)] = 256
     lr: LearningRate = 3e-3
     optimizer: OptimizerName = "adamw"
     schedule: Schedule = "wsd"
