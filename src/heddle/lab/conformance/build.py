@@ -255,10 +255,11 @@ def rows_of(model: Decoder) -> list[list[int]]:
     """
     limit = model.config.position_limit or MAX_LONG
     vocabulary = int(model.config.vocab_size or 0)
+    first = 1 if model.causal else 4  # some encoders count no position where a token is that of padding
 
     def row(name: str, length: int) -> list[int]:
         words = RandomStream.of("conformance", name).words(0, min(length, limit))
-        return [int(word) for word in 1 + words % (vocabulary - 1)]
+        return [int(word) for word in first + words % (vocabulary - first)]
 
     rows = [row(f"row {index}", length) for index, length in enumerate(ROW_LENGTHS)]
     rows.append([*rows[0][:ROLLBACK_TO], *row("another end", 9)])
@@ -309,13 +310,13 @@ def _recorded(
             bias, rule = mixture.router.expert_bias, mixture.routing_config
             chosen = route(logits, bias, rule).expert_indices[0].sort(-1).values
             experts[index] = chosen
+            numbers = [RandomStream.of("noise", draw).normal(0, logits.numel()) for draw in range(8)]
+            draws = torch.stack(numbers).view(-1, *logits.shape[1:])
             for name, noise in ROUTER_NOISE.items():
-                for draw in range(8):
-                    numbers = RandomStream.of("noise", draw).normal(0, logits.numel()).view(logits.shape)
-                    other = route(logits + noise * numbers, bias, rule).expert_indices[0].sort(-1).values
-                    turned = (other != chosen).any(-1).nonzero()
-                    if len(turned):
-                        clear[name] = min(clear[name], int(turned[0]))
+                other = route(logits + noise * draws, bias, rule).expert_indices.sort(-1).values
+                turned = (other != chosen).any(-1).any(0).nonzero()
+                if len(turned):
+                    clear[name] = min(clear[name], int(turned[0]))
 
         return keep
 
