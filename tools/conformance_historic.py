@@ -150,7 +150,9 @@ def _masks(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 def another_row_after_64(patch: Patch) -> None:
     """Beyond 64 keys a query has the mask of the next."""
-    _masks(lambda mask: torch.cat((mask[..., :64, :], mask[..., 65:, :], mask[..., -1:, :]), 2)[..., : mask.shape[2], :])
+    _masks(
+        lambda mask: torch.cat((mask[..., :64, :], mask[..., 65:, :], mask[..., -1:, :]), 2)[..., : mask.shape[2], :]
+    )
 
 
 def rows_without_keys(patch: Patch) -> None:
@@ -193,46 +195,50 @@ def epsilon_outside(patch: Patch) -> None:
 
 
 class Row(NamedTuple):
-    """A shipped bug. plant: a description in `BUGS`, or a change of transformers; None: why no kit can see it."""
+    """A shipped bug. plant: a description in `BUGS`, or a change of transformers; None: why it cannot be run.
+
+    name: in the name that a kit must give it.
+    """
 
     seen_in: str
     family: str
     plant: str | Callable[[Patch], None] | None
+    name: str = ""
     why: str = ""
 
 
 ROWS = [
-    Row("transformers#25199, gpt-fast#190", "llama", other_layout),
-    Row("gpt-neox#1003, transformers#29285", "llama", "rotary angles computed in the model's bfloat16"),
+    Row("transformers#25199, gpt-fast#190", "llama", other_layout, "position.layout is"),
+    Row("gpt-neox#1003, transformers#29285", "llama", "rotary angles computed in the model's bfloat16", "angles of"),
     Row("Megatron-LM#744", "llama", "rotary frequencies in a buffer that a dtype conversion rounds"),
-    Row("transformers#27033", "phi3", as_longer_texts_had_it),
-    Row("unsloth#4078", "llama", "the first row's positions used for every row"),
-    Row("C2C#19, transformers#43082", "llama", positions_restart),
-    Row("Token-Print#268", "mistral", positions_in_the_window),
-    Row("transformers#37574", "mistral", "a ring buffer unrolled one step too far"),
-    Row("transformers#47708", "mistral", "ring buffer slots off by one"),
-    Row("transformers#45940", "llama", "attention to unused slots beyond the text"),
-    Row("litgpt#2182, mlxcel#405", "mistral", "a ring buffer overwritten before it is read"),
-    Row("mlxcel#678", "mistral", "positions of a ring buffer rolled the wrong way"),
-    Row("Megatron-Bridge#2656", "mistral", wider_window),
-    Row("pytorch#108108", "llama", "a causal mask aligned to the first key instead of the last"),
-    Row("transformers#48821", "llama", "a causal mask left out"),
-    Row("pytorch#103749, unsloth#9848", "llama", rows_without_keys),
-    Row("pytorch#101967", "llama", unused_memory),
-    Row("candle#3743", "llama", chunks_alone),
-    Row("tt-metal#48899", "qwen3", another_row_after_64),
+    Row("transformers#27033", "phi3", as_longer_texts_had_it, "RoPE stays as a longer text had it"),
+    Row("unsloth#4078", "llama", "the first row's positions used for every row", "positions of its longest row"),
+    Row("C2C#19, transformers#43082", "llama", positions_restart, "positions restart at each cut"),
+    Row("Token-Print#268", "mistral", positions_in_the_window, "counted within the window"),
+    Row("transformers#37574", "mistral", "a ring buffer unrolled one step too far", "unrolled one slot too far"),
+    Row("transformers#47708", "mistral", "ring buffer slots off by one", "keys are one slot too far"),
+    Row("transformers#45940", "llama", "attention to unused slots beyond the text", "ends at the last slot"),
+    Row("litgpt#2182, mlxcel#405", "mistral", "a ring buffer overwritten before it is read", "is overwritten"),
+    Row("mlxcel#678", "mistral", "positions of a ring buffer rolled the wrong way", "unrolled the wrong way"),
+    Row("Megatron-Bridge#2656", "mistral", wider_window, "window is"),
+    Row("pytorch#108108", "llama", "a causal mask aligned to the first key instead of the last", "at the first key"),
+    Row("transformers#48821", "llama", "a causal mask left out", "causal is False"),
+    Row("pytorch#103749, unsloth#9848", "llama", rows_without_keys, "not numbers"),
+    Row("pytorch#101967", "llama", unused_memory, "not numbers"),
+    Row("candle#3743", "llama", chunks_alone, "each piece sees itself alone"),
+    Row("tt-metal#48899", "qwen3", another_row_after_64, "the mask of the next"),
     Row("vllm#23279", "qwen3_next", "a recurrent state that does not decay between chunks"),
-    Row("LMCache#4385", "llama", another_request),
-    Row("mlx-lm#1494", "llama", positions_after_rollback),
-    Row("nanoVLM#204", "llama", "the documents of a packed row attended to as one"),
-    Row("onnx#7274, axlearn#842", "llama", tiled_heads),
+    Row("LMCache#4385", "llama", another_request, "text before is still in the cache"),
+    Row("mlx-lm#1494", "llama", positions_after_rollback, "removed tokens still count"),
+    Row("nanoVLM#204", "llama", "the documents of a packed row attended to as one", "packed texts see each other"),
+    Row("onnx#7274, axlearn#842", "llama", tiled_heads, "tiled"),
     Row("transformers#29402, gemma_pytorch#67", "llama", weight_before_the_cast),
-    Row("gpt-neox#1345", "llama", epsilon_outside),
+    Row("gpt-neox#1345", "llama", epsilon_outside, "epsilon is added to the root"),
     Row("llama.cpp#11446, flashinfer#551", "deepseek_v3", "absorbed values sliced from the wrong end"),
-    Row("transformers#28163", "", None, "scores overflow in float16 alone, which kits have no tolerance for"),
-    Row("flash-linear-attention#77, #389", "", None, "the gates that overflow are larger than those of drawn weights"),
-    Row("litgpt's odd cases", "", None, "an error of shapes before any logit"),
-    Row("flash-linear-attention#1198, fast-transformers#32", "", None, "no family of transformers has such sums"),
+    Row("transformers#28163", "", None, why="scores overflow in float16 alone, which kits have no tolerance for"),
+    Row("flash-linear-attention#77, #389", "", None, why="the gates that overflow are larger than drawn ones"),
+    Row("litgpt's odd cases", "", None, why="an error of shapes before any logit"),
+    Row("flash-linear-attention#1198, fast-transformers#32", "", None, why="no family of transformers has such sums"),
 ]  # fmt: skip
 
 
@@ -274,6 +280,7 @@ def check(row: Row, folders: list[Path]) -> dict[str, Any]:
         "planted in": "heddle" if in_heddle else "transformers", "found": bool(found), "cases": len(found),
         "dtype": dtype if found else None, "properties": sorted({what for what, _ in found.values()}),
         "names": sorted({name for _, name in found.values() if name}),
+        "named": any(row.name in (name or "") for _, name in found.values()) if row.name else False,
     }  # fmt: skip
 
 
@@ -304,7 +311,7 @@ def main() -> int:
         print(json.dumps(line), flush=True)
     ran = [line for line in lines if "planted in" in line]
     found = [line for line in ran if line["found"]]
-    counts = {"run": len(ran), "found": len(found), "named": sum(bool(line["names"]) for line in found)}
+    counts = {"run": len(ran), "found": len(found), "named": sum(line["named"] for line in found)}
     print(counts)
     if arguments.out:
         arguments.out.write_text(json.dumps({**counts, "rows": lines}, indent=1) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ Results are lines of evidence/results/conformance.jsonl: an engine on a model, w
 import argparse
 import json
 import tempfile
+import time
 from collections import defaultdict
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ from tools.llama_cpp.runner import version as llama_cpp_version
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "evidence/results/conformance.jsonl", ROOT / "docs/conformance.md"
-ENGINES = ("transformers:eager", "transformers:sdpa", "transformers:static", "llama.cpp")
+ENGINES = (*(f"transformers:{mode}" for mode in ("eager", "sdpa", "static", "assisted")), "llama.cpp")
 MARKS = ("<!-- scoreboard -->\n", "<!-- end -->\n")
 
 
@@ -42,7 +43,8 @@ def run(names: list[str], every: bool) -> None:
     """Run what has no result yet."""
     done = {(line["engine"], line["family"], line["variant"]) for line in results()}
     install()
-    for family in names or sorted(variants()):
+    tried = {family for _, family, _ in done}
+    for family in names or sorted(variants(), key=lambda name: (name in tried, name)):
         for variant in variants()[family] if every else [_one(family)]:
             left = [engine for engine in ENGINES if (engine, family, variant) not in done]
             if left:
@@ -62,14 +64,22 @@ def _one(family: str) -> str:
 def _run_model(family: str, variant: str, engines: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="heddle-") as folder, quiet():
         kit = Path(folder)
+        began = time.process_time()
         entry = build_model(kit / family / variant, families()[family], variants()[family][variant], gguf=True)
+        built = {"seconds": round(time.process_time() - began, 1), "cases": entry["cases"], "bugs": entry["bugs"]}
+        built["bytes"] = sum(
+            file.stat().st_size for file in (kit / family / variant).iterdir() if file.suffix != ".gguf"
+        )
+        print(family, variant, built, flush=True)
         (kit / KIT_FILE).write_text(json.dumps({"models": [{"family": family, "variant": variant} | entry]}))
         for engine in engines:
-            opened = engine_of(f"llama.cpp:{HERE}" if engine == "llama.cpp" else engine, "float32")
-            line = {"engine": engine, "family": family, "variant": variant} | _line(list(run_kit(kit, opened)))
+            line = {"engine": engine, "family": family, "variant": variant}
             if engine == "llama.cpp" and "gguf" not in entry:
-                line["reason"] = "no GGUF"
-            line |= {"version": _version(engine), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+                line |= {"cases": {RIGHT: 0, WRONG: 0, NOT_SEEN: entry["cases"]}, "wrong": [], "reason": "no GGUF"}
+            else:
+                opened = engine_of(f"llama.cpp:{HERE}" if engine == "llama.cpp" else engine, "float32")
+                line |= _line(list(run_kit(kit, opened)))
+            line |= {"version": _version(engine), "date": f"{datetime.now(UTC):%Y-%m-%d}", "built": built}
             with RESULTS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             print(family, variant, engine, line["cases"], *line["wrong"], sep="  ", flush=True)

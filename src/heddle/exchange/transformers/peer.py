@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, StaticCache
 from transformers.utils import logging
 
@@ -39,8 +40,8 @@ def opened(folder: Path, dtype: torch.dtype, attention: str) -> Any:
     options = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": "eager"}
     try:
         return cls.from_pretrained(folder, **options).eval()
-    except (ValueError, ImportError) as error:
-        raise ConfigError(str(error).partition("\n")[0][:200]) from error
+    except (ValueError, ImportError, StrictDataclassError) as error:
+        raise ConfigError(" ".join(str(error).split())[:200]) from error
 
 
 def static_cache(model: Any, length: int) -> Any:

@@ -36,6 +36,7 @@ TILE = 64  # keys, from which on kernels take another path
 TRIES = 12  # values of an option that is a choice or a part
 VALUES = 3  # of an option, each a mistake of its own
 SAME = 1e-9  # less is no change
+SHOWN = 32  # tokens whose logits a kit holds of a bug
 
 
 @torch.no_grad()
@@ -43,6 +44,11 @@ def logits_of(model: Decoder, row: Sequence[int], layout: Layout | None = None) 
     """Logits [T, vocab] of one row."""
     logits: Tensor = model.head(model(torch.tensor([list(row)]), layout)[0])[0]
     return logits
+
+
+def shown(logits: Tensor) -> Tensor:
+    """What a kit holds of a bug's logits [T, vocab]: of SHOWN tokens, and the logarithm of the exponentials' sum."""
+    return torch.cat((logits[:, :SHOWN], logits.logsumexp(1, keepdim=True)), 1)
 
 
 @dataclass(frozen=True)
@@ -251,8 +257,12 @@ def _mask_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequence[
     yield from planted("each piece sees itself alone", "cuts", 0, lambda seen, _: seen & (time[None] >= start))
     name = "the causal mask of a piece begins at the first key"
     yield from planted(name, "cuts", 0, lambda seen, _: seen & (time[None] <= time[:, None] - start))
-    yield from planted("slots that are not filled yet are seen", "cuts", 0, lambda seen, _: seen, time[None] >= stop)
-    if any(layer.window is not None for layer in layers):
+    later = time[None] <= time[:, None] + len(time) - stop
+    if all(layer.window is None for layer in layers):
+        name = "the causal mask of a piece ends at the last slot of the cache"
+        full = later & (time[None] < stop)
+        yield from planted(name, "cuts", 0, lambda seen, _: full.expand_as(seen), later & (time[None] >= stop))
+    else:
         for name, change in {
             "a ring buffer is overwritten before it is read": lambda seen, window: (
                 seen & (window is None or time[None] >= stop - window)
@@ -266,9 +276,9 @@ def _mask_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequence[
     if any(1 < layer.kv_heads < layer.heads for layer in layers):
         yield from planted("key and value heads are tiled, not repeated", "logits", 0, None)
     if len(rows[-1]) > TILE:
-        later = torch.tensor([*range(TILE), *range(TILE + 1, len(rows[-1])), len(rows[-1]) - 1])
+        next_one = torch.tensor([*range(TILE), *range(TILE + 1, len(rows[-1])), len(rows[-1]) - 1])
         name = f"beyond {TILE} keys, a query has the mask of the next"
-        yield from planted(name, "long positions", len(rows) - 1, lambda seen, _: seen[:, later])
+        yield from planted(name, "long positions", len(rows) - 1, lambda seen, _: seen[:, next_one])
 
 
 def _number_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequence[Tensor]) -> Iterator[Bug]:
@@ -298,10 +308,11 @@ def _number_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequenc
 
     def longer(rope: Rope, inputs: tuple[Tensor, Layout], output: Tensor) -> Tensor:
         x, layout = inputs
-        lengths: Any = ((len(rows[0]),),)
+        lengths: Any = ((len(rows[-1]),),)
         return rope.forward(x, replace(layout, start=None, doc_lengths=lengths, cache={}))
 
     yield from planted("an epsilon is added to the root", "logits", 0, RMSNorm, outside)
     if len(rows[-1]) > TILE:
         yield from planted("angles of RoPE are in bfloat16", "long positions", len(rows) - 1, Rope, halved)
-    yield from planted("RoPE stays as a longer text had it", "logits", 1, Rope, longer)
+    for what in ("logits", "padding"):
+        yield from planted("RoPE stays as a longer text had it", what, 1, Rope, longer)

@@ -26,7 +26,7 @@ from heddle.exchange.export import export
 from heddle.exchange.family import Family, families
 from heddle.exchange.family_match import design_from_config
 from heddle.exchange.load import load
-from heddle.lab.conformance.bugs import CUTS, GOES_ON, ROLLBACK_FROM, ROLLBACK_TO, Bug, bugs_of, logits_of
+from heddle.lab.conformance.bugs import CUTS, GOES_ON, ROLLBACK_FROM, ROLLBACK_TO, SHOWN, Bug, bugs_of, logits_of, shown
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
 from heddle.model.initialization import cast_parameters
@@ -188,6 +188,7 @@ def _write_cases(folder: Path, family: Family, causal: bool, dtypes: Sequence[st
         "cases": cases,
         "bugs": [{"name": each.name, "property": each.property, "row": each.row} for each in bugs],
         "unobservable": unseen,
+        "shown": SHOWN,
     }
     write_file(folder / CASES_FILE, json.dumps(document) + "\n", "free space")
     write_tensor_file(folder / GOLDENS_FILE, _tensors(goldens, bugs))
@@ -254,10 +255,11 @@ def rows_of(model: Decoder) -> list[list[int]]:
     """
     limit = model.config.position_limit or MAX_LONG
     vocabulary = int(model.config.vocab_size or 0)
+    first = 1 if model.causal else 4  # some encoders count no position where a token is that of padding
 
     def row(name: str, length: int) -> list[int]:
         words = RandomStream.of("conformance", name).words(0, min(length, limit))
-        return [int(word) for word in 1 + words % (vocabulary - 1)]
+        return [int(word) for word in first + words % (vocabulary - first)]
 
     rows = [row(f"row {index}", length) for index, length in enumerate(ROW_LENGTHS)]
     rows.append([*rows[0][:ROLLBACK_TO], *row("another end", 9)])
@@ -308,13 +310,13 @@ def _recorded(
             bias, rule = mixture.router.expert_bias, mixture.routing_config
             chosen = route(logits, bias, rule).expert_indices[0].sort(-1).values
             experts[index] = chosen
+            numbers = [RandomStream.of("noise", draw).normal(0, logits.numel()) for draw in range(8)]
+            draws = torch.stack(numbers).view(-1, *logits.shape[1:])
             for name, noise in ROUTER_NOISE.items():
-                for draw in range(8):
-                    numbers = RandomStream.of("noise", draw).normal(0, logits.numel()).view(logits.shape)
-                    other = route(logits + noise * numbers, bias, rule).expert_indices[0].sort(-1).values
-                    turned = (other != chosen).any(-1).nonzero()
-                    if len(turned):
-                        clear[name] = min(clear[name], int(turned[0]))
+                other = route(logits + noise * draws, bias, rule).expert_indices.sort(-1).values
+                turned = (other != chosen).any(-1).any(0).nonzero()
+                if len(turned):
+                    clear[name] = min(clear[name], int(turned[0]))
 
         return keep
 
@@ -402,7 +404,8 @@ def _cases(model: Decoder, goldens: Goldens, tolerances: Mapping[str, float]) ->
         switch, long = max(switches), len(goldens.rows) - 1
         yield {"property": "long positions", "way": "cut", "rows": [long], "cuts": [switch - 1, switch, switch + 1]}
     if not of_length:
-        yield {"property": "rollback", "way": "rollback", "rows": [0, 3], "read": ROLLBACK_FROM, "keep": ROLLBACK_TO}
+        for then, kept in ((3, ROLLBACK_TO), (1, 0)):
+            yield {"property": "rollback", "way": "rollback", "rows": [0, then], "read": ROLLBACK_FROM, "keep": kept}
     yield {"property": "batch change", "way": "dropped", "rows": [1, 0], "read": len(goldens.rows[1]) - 4}
     tokens, leads = _greedy(model, goldens.rows[1], MIN_LEAD * min(tolerances.values()))
     sure = {
@@ -435,5 +438,5 @@ def _tensors(goldens: Goldens, bugs: Sequence[Bug]) -> dict[str, Tensor]:
         for layer, experts in goldens.experts[index].items():
             tensors[f"rows.{index}.experts.{layer}"] = experts
     for index, bug in enumerate(bugs):
-        tensors[f"bugs.{index}.logits"] = bug.logits.float()
+        tensors[f"bugs.{index}.logits"] = shown(bug.logits).float()
     return {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -99,6 +99,18 @@ double largest_error(const Json& logits, const Tensor& golden, size_t keep, size
     return worst;
 }
 
+// What a bug tells of rows of logits: those of the first tokens, and the logarithm of all exponentials' sum.
+Json shown(Json logits, size_t tokens) {
+    for (auto& row : logits.items) {
+        double largest = -INFINITY, sum = 0;
+        for (auto& each : row.items) largest = std::fmax(largest, each.number);
+        for (auto& each : row.items) sum += std::exp(each.number - largest);
+        row.items.resize(std::min(tokens, row.items.size()) + 1);
+        row.items.back().number = largest + std::log(sum);
+    }
+    return logits;
+}
+
 struct Request { size_t row, start, stop; };
 vector<Request> requests(const Json& test, const Json& rows) {
     const string& way = test["way"].text;
@@ -172,19 +184,20 @@ int main(int count, char** arguments) {
                     continue;
                 }
                 const size_t clear = size_t(document["clear"][dtype][request.row].number);
-                auto error_from = [&](const string& name, size_t keep) {
-                    return largest_error(answer["logits"], golden[name + ".logits"], keep, clear);
+                auto error_from = [&](const Json& logits, const string& name, size_t keep) {
+                    return largest_error(logits, golden[name + ".logits"], keep, clear);
                 };
-                const double error = error_from("rows." + std::to_string(request.row), request.start);
+                const double error = error_from(answer["logits"], "rows." + std::to_string(request.row), request.start);
                 if (error <= tolerance) {
                     if (result.empty()) result = "right";
                     continue;
                 }
                 string bug;
                 const auto& bugs = document["bugs"].items;
+                const Json told = shown(answer["logits"], size_t(document["shown"].number));
                 for (size_t at = 0; request.row + request.start == 0 && bug.empty() && at < bugs.size(); ++at)
                     if (bugs[at]["property"].text == "logits" && bugs[at]["row"].number == 0 &&
-                        error_from("bugs." + std::to_string(at), 0) <= tolerance)
+                        error_from(told, "bugs." + std::to_string(at), 0) <= tolerance)
                         bug = ": " + bugs[at]["name"].text;
                 failed = true;
                 char words[40];

@@ -46,9 +46,16 @@ export function largestError(answer, {shape: [, vocabulary], numbers}, keep, cle
     return worst;
 }
 
+/** What a bug tells of a row of logits: those of the first tokens, and the logarithm of all exponentials' sum. */
+function shown(row, tokens) {
+    const largest = Math.max(...row), sum = row.reduce((before, x) => before + Math.exp(x - largest), 0);
+    return [...row.slice(0, tokens), largest + Math.log(sum)];
+}
+
 /** The bug whose logits a wrong answer has; undefined if it has none's. */
-function nameOf(answer, golden, bugs, clear, tolerance) {
-    return bugs.find((bug, index) => bug.property === "logits" && bug.row === 0 &&
+function nameOf(logits, golden, document, clear, tolerance) {
+    const answer = logits.map((row) => shown(row, document.shown));
+    return document.bugs.find((bug, index) => bug.property === "logits" && bug.row === 0 &&
         largestError(answer, golden[`bugs.${index}.logits`], 0, clear) <= tolerance)?.name;
 }
 
@@ -72,7 +79,7 @@ async function checked(folder, document, command, dtype) {
             const error = largestError(answer.logits, golden[`rows.${row}.logits`], keep, clear);
             if (error > tolerance) {
                 const named = row + keep === 0;
-                const bug = named ? nameOf(answer.logits, golden, document.bugs, clear, tolerance) : undefined;
+                const bug = named ? nameOf(answer.logits, golden, document, clear, tolerance) : undefined;
                 if (bug != null || !before.startsWith("WRONG"))
                     seen.set(test.property, `WRONG by ${error.toPrecision(3)}${bug == null ? "" : `: ${bug}`}`);
             } else if (before === "") seen.set(test.property, "right");

@@ -10,6 +10,7 @@ token. An engine that cannot do this answers {"error": "why"}; the case then cou
 
 import array
 import json
+import math
 import shlex
 import struct
 import subprocess
@@ -71,13 +72,20 @@ def largest_error(
     return max(errors)
 
 
+def shown(row: list[float], tokens: int) -> list[float]:
+    """What a bug tells of a row of logits: those of the first tokens, and the logarithm of all exponentials' sum."""
+    largest = max(row)
+    return [*row[:tokens], largest + math.log(sum(math.exp(x - largest) for x in row))]
+
+
 def name_of(
     answer: list[list[float]], golden_of: dict[str, Any], document: dict[str, Any], clear: int, tolerance: float
 ) -> str | None:
     """The bug with the logits of a wrong answer; None if no bug has them."""
+    rows = [shown(row, document["shown"]) for row in answer]
     for index, bug in enumerate(document["bugs"]):
         has_row = bug["property"] == "logits" and bug["row"] == 0
-        if has_row and largest_error(answer, golden_of[f"bugs.{index}.logits"], 0, clear) <= tolerance:
+        if has_row and largest_error(rows, golden_of[f"bugs.{index}.logits"], 0, clear) <= tolerance:
             return str(bug["name"])
     return None
 

@@ -11,7 +11,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from heddle.errors import CheckpointError, ConfigError, HeddleError
 from heddle.exchange.load import load
+from heddle.lab.conformance.bugs import shown
 from heddle.lab.conformance.build import CASES_FILE, DTYPES, GOLDENS_FILE, KIT_FILE, LLAMA_CPP_FILE
 from heddle.lab.conformance.reader import requests
 from heddle.model.decoder import Decoder
@@ -195,13 +196,24 @@ def _named(
         golden, own = goldens[f"bugs.{index}.logits"], bug["property"] == what != "logits"
         if bug["property"] not in (what, "logits") or any(each.row != bug["row"] for each in answers if not own):
             continue
-        distances = [_distance(each, golden, clear[each.row]) for each in answers if each.row == bug["row"]]
+        distances = [_from_bug(each, golden, clear[each.row]) for each in answers if each.row == bug["row"]]
         if distances:
             found[bug["name"]] = min(distances) if own else max(distances)
     nearest = min(found, key=found.__getitem__, default=None)
     if nearest is not None and found[nearest] <= tolerance:
         return nearest
     return None if all(bool(each.logits.isfinite().all()) for each in answers) else "logits are not numbers"
+
+
+def _from_bug(answer: Answer, golden: Tensor, clear: int) -> float:
+    """As `_distance`, from what a kit holds of a bug's logits."""
+    if not answer.scores:
+        return _distance(replace(answer, logits=shown(answer.logits.double())), golden, clear)
+    want, told = golden[:, :-1] - golden[:, -1:], answer.logits[:, : golden.shape[1] - 1]
+    part = want[answer.start : answer.start + len(told)]
+    if part.shape != told.shape:
+        return float("inf")
+    return _distance(Answer(answer.row, answer.start, torch.where(told.isnan(), part, (told + part) / 2)), want, clear)
 
 
 def _first_wrong_layer(model: Model, row: Sequence[int], goldens: Mapping[str, Tensor]) -> int | None:
@@ -510,7 +522,7 @@ class TransformersModel(Model):
     def __init__(self, folder: Path, dtype: torch.dtype, mode: str) -> None:
         from heddle.exchange.transformers.peer import opened
 
-        self.problem, self.mode = "", mode
+        self.problem, self.mode, self.counts = "", mode, False
         try:
             self.model = opened(folder, dtype, MODES.get(mode, mode))
         except ConfigError as error:
@@ -530,8 +542,8 @@ class TransformersModel(Model):
 
     @torch.no_grad()
     def _run(self, tokens: Sequence[int], start: int = 0, **inputs: Any) -> Any:
-        """One row of tokens from position `start` on. Some classes count positions wrongly by themselves."""
-        if self.causal and "position_ids" in inspect.signature(self.model.forward).parameters:
+        """One row of tokens from position `start` on, which the class counts itself or is told."""
+        if self.causal and not self.counts and "position_ids" in inspect.signature(self.model.forward).parameters:
             inputs["position_ids"] = torch.arange(start, start + len(tokens))[None]
         return self.model(torch.tensor([list(tokens)]), **inputs)
 
@@ -542,6 +554,7 @@ class TransformersModel(Model):
         if self.mode == "assisted":
             raise NotSeenError("a draft shows in greedy text only")
         way, chosen = case["way"], case["rows"]
+        self.counts = way in ("whole", "cut") and len(case.get("cuts", [0])) == 1
         first, start = rows[chosen[0]], self._start()
         plain: dict[str, Any] = start or ({"use_cache": False} if self.causal else {})
         if way == "whole":
