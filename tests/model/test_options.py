@@ -157,6 +157,14 @@ def test_the_law_catches_an_option_that_does_nothing(name: str, monkeypatch: pyt
     plant, path, data = PLANTED[name]
     assert has_effect(*option_at(path, data))
     plant(monkeypatch)
+    assert changes(*option_at(path, data)) is False
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PLANTED)
+def test_no_number_beside_it_hides_that_it_does_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, path, data = PLANTED[name]
+    plant(monkeypatch)
     assert not has_effect(*option_at(path, data))
 
 

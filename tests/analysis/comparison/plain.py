@@ -24,27 +24,54 @@ TYPES = (results.__name__, ladder_results.__name__)  # the modules of results
 
 def typed(kind: Any, value: Any) -> Any:
     """Plain data as the type of an annotation; a field that is missing has its default, or None."""
+    read = reader(kind)
+    return value if value is None or read is None else read(value)
+
+
+@functools.cache
+def reader(kind: Any) -> Callable[[Any], Any] | None:
+    """What makes the type of an annotation of plain data, or None if that stays as it is."""
     if isinstance(kind, TypeVar):
         kind = kind.__bound__
     origin, arguments = get_origin(kind), get_args(kind)
-    if value is None or kind is None:
-        return value
     if origin in (Union, UnionType):
-        return typed(next(each for each in arguments if each is not NoneType), value)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        if kind is results.ScoredRun:
-            kind = results.Run
-        hints, values = get_type_hints(kind), {}
-        for each in dataclasses.fields(kind):
-            if each.name in value or not has_default(each):
-                values[each.name] = typed(hints[each.name], value.get(each.name))
-        make: Any = kind
-        return make(**values)
-    if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
-        return {key: typed(arguments[1], item) for key, item in value.items()}
-    if isinstance(value, list) and arguments:
-        return [typed(arguments[0], item) for item in value]
+        return reader(next(each for each in arguments if each is not NoneType))
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return functools.partial(made, results.Run if kind is results.ScoredRun else kind)
+    if not arguments:
+        return None
+    is_mapping = isinstance(origin, type) and issubclass(origin, Mapping)
+    return functools.partial(filled, reader(arguments[0]), is_mapping, reader(arguments[1]) if is_mapping else None)
+
+
+def made(kind: Any, value: Any) -> Any:
+    """A result of this type, with types in its fields, of a dict."""
+    if not isinstance(value, dict):
+        return value
+    values = {}
+    for name, read, is_optional in fields_of(kind):
+        if name in value or not is_optional:
+            item = value.get(name)
+            values[name] = item if item is None or read is None else read(item)
+    return kind(**values)
+
+
+def filled(
+    read: Callable[[Any], Any] | None, is_mapping: bool, read_value: Callable[[Any], Any] | None, value: Any
+) -> Any:
+    """A copy of a list, or of a dict, with types in it."""
+    if is_mapping and isinstance(value, dict):
+        return {k: item if item is None or read_value is None else read_value(item) for k, item in value.items()}
+    if isinstance(value, list):
+        return list(value) if read is None else [item if item is None else read(item) for item in value]
     return value
+
+
+@functools.cache
+def fields_of(kind: Any) -> list[tuple[str, Callable[[Any], Any] | None, bool]]:
+    """Of each field of a dataclass its name, what reads it, and whether it has a default."""
+    hints = get_type_hints(kind)
+    return [(each.name, reader(hints[each.name]), has_default(each)) for each in dataclasses.fields(kind)]
 
 
 def has_default(field: dataclasses.Field[Any]) -> bool:
