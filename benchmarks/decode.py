@@ -15,9 +15,7 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.harness import Case, Measured, main, timed
-from heddle.generation.decode import PinnedDecoder
-from heddle.generation.model_runner import GenerationRequest, ModelRunner
-from heddle.generation.sampling import Sampler
+from heddle.generation.decode import GenerationRequest, ModelRunner, PinnedDecoder, Sampler
 from heddle.model.decoder import Decoder
 from heddle.model.load_config import load_config
 from heddle.model.size import size

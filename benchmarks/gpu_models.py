@@ -12,9 +12,7 @@ from benchmarks.gpu_setup import Call, Comparison, Setup
 from benchmarks.harness import EQUAL, EQUAL_IN_FLOAT32, largest_difference
 from benchmarks.plain_gqa import PlainDecoder, PlainModel
 from heddle.exchange.transformers.peer import transformers_model
-from heddle.generation.decode import DECODING, DecodingFacts
-from heddle.generation.model_runner import GenerationRequest, ModelRunner
-from heddle.generation.sampling import Sampler
+from heddle.generation.decode import DECODING, DecodingFacts, GenerationRequest, ModelRunner, Sampler
 from heddle.model.config import ModelConfig
 from heddle.model.copies import compiled
 from heddle.model.decoder import Decoder, build

@@ -29,9 +29,7 @@ import heddle
 from heddle.cli.main import run_command
 from heddle.config import Config
 from heddle.data.samples import Batch
-from heddle.generation.decode import decode
-from heddle.generation.model_runner import GenerationRequest
-from heddle.generation.sampling import Sampler
+from heddle.generation.decode import GenerationRequest, Sampler, decode
 from heddle.lab import show
 from heddle.model import load_config
 from heddle.model.decoder import Decoder

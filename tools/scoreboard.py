@@ -19,7 +19,7 @@ from typing import Any
 
 from heddle.errors import ConfigError
 from heddle.exchange.family import families
-from heddle.exchange.gguf.export import match_architecture
+from heddle.exchange.gguf.match import match_architecture
 from heddle.lab.conformance.build import KIT_FILE, build_model, design, variants
 from heddle.lab.conformance.run import NOT_SEEN, RIGHT, WRONG, Finding, engine_of, run_kit
 from heddle.progress import quiet

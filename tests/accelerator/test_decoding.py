@@ -9,8 +9,8 @@ from torch import Tensor
 
 from heddle.generation import decode
 from heddle.generation import decode as decode_module
+from heddle.generation.decode import padded_length
 from heddle.generation.generate import generate
-from heddle.generation.model_runner import padded_length
 from heddle.generation.speculative import SpeculativeRound
 from heddle.laws.harness import model_under_test
 from heddle.model.decoder import Decoder

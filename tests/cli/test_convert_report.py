@@ -19,8 +19,8 @@ from heddle.conversion.weights import Weights
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.token_file import TokenFile
 from heddle.errors import ConfigError, DataError
-from heddle.lab.compare import speed as speed_module
-from heddle.lab.compare.speed import time_training_steps
+from heddle.lab.compare import probes as speed_module
+from heddle.lab.compare.probes import time_training_steps
 from heddle.lab.conversion import budget as budget_module
 from heddle.lab.conversion import convert as convert_module
 from heddle.lab.conversion import measure as measure_module
@@ -57,7 +57,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _short_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heddle.lab.compare.speed.DECODED_TOKENS", 4)
+    monkeypatch.setattr("heddle.lab.compare.probes.DECODED_TOKENS", 4)
 
 
 def command(workspace: Path, out: Path, *options: str) -> list[str]:

@@ -56,6 +56,20 @@ def test_a_machine_without_a_compiler_is_said_in_a_sentence(workspace: Path, tmp
     assert "Traceback" not in failed.stderr
 
 
+def test_garbage_is_not_looked_for_while_modules_are_imported_and_as_python_ends() -> None:
+    program = """
+import gc
+from heddle.__main__ import main
+try:
+    main()
+except SystemExit:
+    print(gc.get_freeze_count() > 1000, gc.get_threshold()[0], gc.collect(), gc.get_threshold()[0], len(gc.callbacks))
+"""
+    command = [sys.executable, "-c", program, "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1].split()
+    assert [*ended[:2], *ended[3:]] == ["True", "400000", "5000", "0"]
+
+
 @pytest.mark.parametrize("arguments", [["--version"], ["train", "--help"]])
 def test_output_that_cannot_be_written(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:

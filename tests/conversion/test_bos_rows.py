@@ -68,7 +68,7 @@ TARGET = ["--to", "kv_heads=1,groups=contiguous"]
 
 @pytest.fixture(autouse=True)
 def _few_decoded_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heddle.lab.compare.speed.DECODED_TOKENS", 4)
+    monkeypatch.setattr("heddle.lab.compare.probes.DECODED_TOKENS", 4)
 
 
 @pytest.fixture(scope="module")

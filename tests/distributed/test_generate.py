@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from heddle.distributed.sharding import shard_model
 from heddle.errors import ConfigError
+from heddle.generation.decode import Sampler
 from heddle.generation.generate import generate, sample_text
-from heddle.generation.sampling import Sampler
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.linear import packed_weights
 from heddle.tokenization.tokenizer import Tokenizer

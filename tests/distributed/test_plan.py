@@ -303,7 +303,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, bf16: float) -> list[Settings]:
         return [factor * each for each in (0.5, 0.25, 4.0)]
 
     limits = {"fp32_flops_per_second": 1e12, "bf16_flops_per_second": bf16 * 1e12}
-    monkeypatch.setattr("heddle.lab.compare.speed.time_training_steps", time_steps)
+    monkeypatch.setattr("heddle.lab.compare.probes.time_training_steps", time_steps)
     monkeypatch.setattr("heddle.lab.bench.run.measure_limits", lambda device: limits)
     return steps
 

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from heddle.cli.main import VerbCommand, app, run_command
-from heddle.lab.compare.speed import measure_speeds as speeds
+from heddle.lab.compare.probes import measure_speeds as speeds
 from heddle.lab.conversion import run as conversion_run
 from tests.docs.pages import Block, blocks, commands, pages, save
 from tests.small import forget_parts

@@ -12,6 +12,7 @@ from heddle.exchange.export import export
 from heddle.exchange.family import families
 from heddle.exchange.family_match import (
     best_match,
+    differences,
     exported_design,
     family_lines,
     family_losses,
@@ -44,6 +45,13 @@ def test_a_design_that_fits() -> None:
     report = match_report(loaded())
     assert report.lines() == ["exports as: LlamaForCausalLM"]
     assert best_match(loaded()).family.model_type == "llama"
+
+
+def test_differences_come_in_the_order_of_fields() -> None:
+    other = loaded("norm.eps=0.5", "embedding.scale=true", "head.softcap=30.0", "multi_token.depth=1", "head.bias=true")
+    names = [mismatch.path.partition(".")[0] for mismatch in differences(loaded(), other)]
+    assert list(dict.fromkeys(names)) == [name for name in ModelConfig.model_fields if name in names]
+    assert len(set(names)) == 4
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from heddle.exchange import design_parts
 from heddle.exchange.gguf import architectures, export_gguf, load_gguf
 from heddle.exchange.gguf import export as exporting
 from heddle.exchange.gguf.architectures import ARCHITECTURES
-from heddle.exchange.gguf.export import match_architecture
 from heddle.exchange.gguf.file import check_seal
+from heddle.exchange.gguf.match import match_architecture
 from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load

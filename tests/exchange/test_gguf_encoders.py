@@ -18,7 +18,7 @@ import heddle
 from heddle.errors import ConfigError, DataError
 from heddle.exchange.gguf import export_gguf, load_gguf
 from heddle.exchange.gguf import tokenizer as ours
-from heddle.exchange.gguf.export import match_architecture
+from heddle.exchange.gguf.match import match_architecture
 from heddle.exchange.gguf.tokenizer import BERT_NORMALIZER, tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load

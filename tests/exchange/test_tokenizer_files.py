@@ -19,10 +19,8 @@ from heddle.exchange import tokenizer_files
 from heddle.exchange.export import export
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.exchange.load import load
-from heddle.generation.decode import decode
+from heddle.generation.decode import GenerationRequest, ModelRunner, Sampler, decode
 from heddle.generation.generate import beam_search
-from heddle.generation.model_runner import GenerationRequest, ModelRunner
-from heddle.generation.sampling import Sampler
 from heddle.serving.limits import ServerLimits
 from heddle.serving.requests import RequestReader
 from heddle.storage.model import load as load_checkpoint

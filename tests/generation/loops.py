@@ -5,9 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from heddle.generation.decode import PinnedDecoder
-from heddle.generation.model_runner import GenerationRequest, ModelRunner
-from heddle.generation.sampling import Sampler
+from heddle.generation.decode import GenerationRequest, ModelRunner, PinnedDecoder, Sampler
 from heddle.laws.harness import encoder_output_for, forward_no_grad, random_tokens
 from heddle.laws.shrink import shrink
 from heddle.model.config import ModelConfig

@@ -7,9 +7,8 @@ import torch
 
 import heddle
 from heddle.errors import ConfigError, MachineError
+from heddle.generation.decode import GenerationRequest, Sampler
 from heddle.generation.generate import beam_search
-from heddle.generation.model_runner import GenerationRequest
-from heddle.generation.sampling import Sampler
 from heddle.laws.harness import encoder_output_for
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build

@@ -8,8 +8,8 @@ import torch
 
 from heddle.errors import ConfigError, MachineError
 from heddle.generation import generate as generate_module
+from heddle.generation.decode import GenerationRequest, NewTokens
 from heddle.generation.generate import generate, sample_text
-from heddle.generation.model_runner import GenerationRequest, NewTokens
 from heddle.laws.harness import encoder_output_for
 from heddle.model.decoder import Decoder, build
 from heddle.parts.layout import Layout

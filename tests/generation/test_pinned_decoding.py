@@ -10,9 +10,8 @@ from torch import Tensor
 from heddle.errors import MachineError
 from heddle.generation import decode
 from heddle.generation import decode as decode_module
-from heddle.generation.decode import next_limit
+from heddle.generation.decode import Sampler, next_limit
 from heddle.generation.generate import generate
-from heddle.generation.sampling import Sampler
 from heddle.laws.harness import encoder_output_for, model_under_test, new_state, random_tokens
 from heddle.model.decoder import Decoder, build
 from heddle.numerics.dispatch import DeviceSize, KernelChoice, record_choices

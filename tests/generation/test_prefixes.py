@@ -8,7 +8,7 @@ import torch
 
 import heddle
 from heddle.errors import ConfigError
-from heddle.generation import model_runner as prefill_module
+from heddle.generation import decode as prefill_module
 from heddle.model.decoder import Decoder, build
 from heddle.parts.layout import EncoderOutput
 from heddle.tokenization.tokenizer import Tokenizer

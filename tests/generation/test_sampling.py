@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError, MachineError
-from heddle.generation.sampling import Sampler
+from heddle.generation.decode import Sampler
 
 LOGITS = [2.0, 0.5, 1.0, -1.0, 0.5]
 DRAWS = 4000

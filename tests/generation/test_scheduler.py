@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError, MachineError
+from heddle.generation.decode import GenerationRequest, ModelRunner, Sampler
 from heddle.generation.generate import generate, prefix
-from heddle.generation.model_runner import GenerationRequest, ModelRunner
-from heddle.generation.sampling import Sampler
 from heddle.generation.scheduler import BatchScheduler, Scheduler, SeparateScheduler
 from heddle.model.decoder import Decoder
 from tests.generation.loops import amplify_layers

@@ -23,7 +23,7 @@ from heddle.data.samples import Batch
 from heddle.errors import ConfigError
 from heddle.exchange.family import families
 from heddle.exchange.family_match import chosen_match, match_family
-from heddle.exchange.gguf.export import match_architecture
+from heddle.exchange.gguf.match import match_architecture
 from heddle.lab.explore.choices import explorer_design
 from heddle.lab.plan.costs import model_cost
 from heddle.laws.harness import model_under_test, new_state, random_tokens

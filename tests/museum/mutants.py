@@ -16,7 +16,7 @@ from heddle.data.samples import epoch_shuffle
 from heddle.exchange.gguf.architectures import _transforms_of
 from heddle.exchange.gguf.export import _model_keys
 from heddle.exchange.rope import write_rope_table
-from heddle.generation.sampling import Sampler
+from heddle.generation.decode import Sampler
 from heddle.numerics.attention.softmax import softmax_weights
 from heddle.numerics.experts.mixture import route
 from heddle.numerics.norms import reference as rms_reference

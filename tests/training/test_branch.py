@@ -9,7 +9,7 @@ import pytest
 from heddle.data.corpus import Corpus
 from heddle.distributed.ranks import Ranks
 from heddle.errors import CheckpointError, ConfigError
-from heddle.lab.compare.branch import train_branch
+from heddle.lab.compare.worker import train_branch
 from heddle.storage.run_log import read_log
 from heddle.training import loop
 from heddle.training.job import TrainingJob

@@ -5,7 +5,7 @@ family would compute. If the two designs agree, the family matches. If not, thei
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from heddle.config import Config, DesignError, parse_config
 from heddle.errors import ConfigError, HeddleError
 from heddle.exchange.config_reader import NOTED_FIELDS, short_repr
 from heddle.exchange.family import Family, families
-from heddle.model.config import ModelConfig
+from heddle.model.config import ModelConfig, MultiTokenConfig
 from heddle.model.load_config import DEFAULTS
 
 HEDDLE = "heddle"
@@ -153,27 +153,38 @@ def _parse(data: dict[str, Any], source: str = "config.json") -> ModelConfig:
 
 def exported_design(design: ModelConfig, config: dict[str, Any], family: Family) -> ModelConfig:
     """The design that a family reads from the config it writes; an import finds multi-token modules by tensors."""
-    return _with_modules(design_from_config(config, family), design, family)
-
-
-def _with_modules(exported: ModelConfig, design: ModelConfig, family: Family) -> ModelConfig:
     modules = None if family.multi_token is None else family.multi_token.fitting(design)
+    return _with_modules(design_from_config(config, family), modules)
+
+
+def _with_modules(exported: ModelConfig, modules: MultiTokenConfig | None) -> ModelConfig:
     return exported if modules is None else exported.replace(multi_token=modules)
 
 
-def _exact_matches(design: ModelConfig, preferred: str | None) -> Iterator[FamilyMatch]:
-    """The families of `_matches` without a mismatch; most others show in plain data, before a design is built."""
-    for family, allow_base_class in _candidates(preferred):
+def exact_matches(
+    design: ModelConfig, candidates: Iterable[tuple[Family, bool]]
+) -> Iterator[tuple[FamilyMatch, ModelConfig]]:
+    """The matches without a mismatch, each with the design as the family exports it.
+
+    candidates: families, and whether the base class of each counts. Most that do not match show in plain data, before
+    a design is built; of families that read the same data, it is built and compared once.
+    """
+    exported: dict[tuple[str, MultiTokenConfig | None], ModelConfig | None] = {}  # None: it differs
+    for family, allow_base_class in candidates:
         config = _nearest_config(design, family, allow_base_class)
         try:
             data = _read(config, family)
-            if not _kinds(data) <= _kinds_of(design):
-                continue
-            other = _with_modules(_parse(data), design, family)
+            modules = None if family.multi_token is None else family.multi_token.fitting(design)
+            if (key := (repr(data), modules)) not in exported:
+                exported[key] = None
+                if _kinds(data) <= _kinds_of(design):
+                    other, entries = _with_modules(_parse(data), modules), [""] * design.resolved().depth
+                    if next(_mismatches(design, other, entries, training=False), None) is None:
+                        exported[key] = other
         except HeddleError:
             continue
-        if next(_mismatches(design, other, [""] * design.resolved().depth, training=False), None) is None:
-            yield FamilyMatch(family, config, ())
+        if (found := exported[key]) is not None:
+            yield FamilyMatch(family, config, ()), found
 
 
 @lru_cache(maxsize=1)  # of the design that is compared with every family
@@ -211,7 +222,8 @@ def _total_weight(match: FamilyMatch) -> int:
 
 def best_match(design: ModelConfig, preferred: str | None = None) -> FamilyMatch:
     """The family that an export uses: `preferred` if it matches exactly, else another that does, else heddle's own."""
-    return next(_exact_matches(design, preferred), None) or match_family(design, families()[HEDDLE])
+    exact = (match for match, _ in exact_matches(design, _candidates(preferred)))
+    return next(exact, None) or match_family(design, families()[HEDDLE])
 
 
 def family_losses(design: ModelConfig, preferred: str | None = None) -> dict[str, tuple[str, ...]]:
@@ -219,11 +231,16 @@ def family_losses(design: ModelConfig, preferred: str | None = None) -> dict[str
 
     First comes the default of an export, `preferred` if it fits; heddle's own family loses nothing.
     """
-    fitting = {}
-    for match in [*_exact_matches(design, preferred), match_family(design, families()[HEDDLE])]:
-        lost = differences(design, exported_design(design, match.config, match.family), training=True)
-        fitting[match.family.model_type] = tuple(f"{each.path}={_display(each.actual)}" for each in lost)
-    return fitting
+    heddle = match_family(design, families()[HEDDLE])
+    exact = [
+        *exact_matches(design, _candidates(preferred)),
+        (heddle, exported_design(design, heddle.config, heddle.family)),
+    ]
+    lost = {id(exported): differences(design, exported, training=True) for _, exported in exact}
+    return {
+        match.family.model_type: tuple(f"{each.path}={_display(each.actual)}" for each in lost[id(exported)])
+        for match, exported in exact
+    }
 
 
 def family_lines(design: ModelConfig, preferred: str | None = None) -> list[str]:
@@ -344,7 +361,7 @@ def _distinct_fields(design: ModelConfig, training: bool) -> dict[str, Any]:
     """As `inference_fields` of a resolved design, with each different layer once; `training`: all its fields."""
     layers = [layer.config.replace(repeat=1, shared=False) for layer in design.distinct_layers]
     fields: dict[str, Any] = {"layers": [layer.dump(with_later_fields=True) for layer in layers]}
-    for name in type(design).model_fields.keys() - {"layers"}:
+    for name in (name for name in type(design).model_fields if name != "layers"):
         value = getattr(design, name)
         if value is not None:
             fields[name] = value.dump(with_later_fields=True) if isinstance(value, Config) else value

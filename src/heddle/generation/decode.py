@@ -1,23 +1,364 @@
-"""Autoregressive decoding: prefill, then one forward pass per new token of every row."""
+"""Autoregressive decoding: prefill, the choice of a token, then one forward pass per new token of every row."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode, prefill
-from heddle.generation.sampling import check_chosen
+from heddle.distributed.ranks import is_sharded
+from heddle.errors import ConfigError, MachineError
 from heddle.model.copies import refusing_compiler_errors, remove_damaged_libraries
-from heddle.model.decoder import Decoder
+from heddle.model.decoder import LENGTH_DEPENDENT, Decoder
 from heddle.model.state import State
 from heddle.numerics.dispatch import DeviceSize, Kernel, Operation, device_type
-from heddle.numerics.linear import ProductTable
+from heddle.numerics.linear import PackedWeightCache, ProductTable, packed_weights
+from heddle.numerics.random import RandomStream, uniform_double
+from heddle.numerics.transfer import Constants, to_device
+from heddle.parts.layout import EncoderOutput, Layout
+
+# Choose the next token: greedy, or sampled after temperature, top-k and top-p (Holtzman et al. 2020).
+
+
+LOGITS_NOT_FINITE = "generation: the model's logits are not finite; its weights or its state are damaged"
+NOT_FINITE = -1  # stands for the token of a row whose logits are not finite
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """temperature 0 is greedy. top_k keeps the k most likely tokens, top_p the fewest whose probability reaches p.
+
+    A row's random numbers depend only on the seed, its index in the batch and the step, not on other rows. first_row:
+    the index of the first row, where the batch has only some of a caller's rows.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    first_row: int = 0
+    _streams: dict[int, RandomStream] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature {self.temperature}: must be 0 (greedy) or a number above it")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k {self.top_k}: must be at least 1")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p {self.top_p}: must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**62:
+            raise ConfigError(f"seed {self.seed}: must be at least 0 and below 2^62")
+
+    @property
+    def can_share(self) -> bool:
+        """Whether one sampler can choose for rows of several requests: greedy ones draw no random numbers."""
+        return self.temperature == 0.0
+
+    def sample(self, logits: Tensor, step: int) -> Tensor:
+        """logits [B, vocab] -> tokens int64 [B]. Greedy ties go to the lowest token.
+
+        Raises MachineError if a row's highest logit is not a finite number; −inf excludes a token.
+        """
+        tokens = self.choose(logits, torch.full((), step, device=logits.device))
+        check_chosen(tokens.tolist())
+        return tokens
+
+    def choose(self, logits: Tensor, position: Tensor) -> Tensor:
+        """As `sample` for the token at `position` (int64 []) of the new text, but without waiting for the device.
+
+        The token of a row whose highest logit is not a finite number is NOT_FINITE: see `check_chosen`.
+        """
+        highest = logits.amax(-1)
+        if self.temperature == 0.0:
+            tokens = _argmax(logits, highest)
+        else:
+            probabilities, order = self._filtered_probabilities(logits)
+            rows = torch.arange(self.first_row, self.first_row + logits.shape[0], device=logits.device)
+            uniforms = self.uniform(rows, position, site=0)[:, None]
+            tokens = order.gather(-1, _inverse_cdf(probabilities, uniforms)).squeeze(-1)
+        return torch.where(highest.isfinite(), tokens, NOT_FINITE)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The distribution `sample` draws from: logits [..., vocab] -> float64 of that shape; one-hot if greedy.
+
+        The distribution of a row whose highest logit is not finite is meaningless: see `all_finite`.
+        """
+        if self.temperature == 0.0:
+            return functional.one_hot(_argmax(logits, logits.amax(-1)), logits.shape[-1]).double()
+        probabilities, order = self._filtered_probabilities(logits.flatten(0, -2))
+        return torch.zeros_like(probabilities).scatter(-1, order, probabilities).view(logits.shape)
+
+    def uniform(self, rows: Tensor, positions: Tensor, site: int) -> Tensor:
+        """Uniform float64 in [0, 1), 53 bits: a function of seed, row in the batch, position in the new text, site."""
+        if site not in self._streams:  # a graph that is traced finds the stream of its first call
+            self._streams[site] = RandomStream.of(self.seed, 0, site)
+        return uniform_double(self._streams[site], rows * 2**32 + positions)
+
+    def draw(self, weights: Tensor, rows: Tensor, positions: Tensor, site: int) -> Tensor:
+        """Draw tokens int64 [B] in proportion to weights float64 [B, vocab]; random numbers as in `uniform`."""
+        return _inverse_cdf(weights, self.uniform(rows, positions, site)[:, None]).squeeze(-1)
+
+    def _filtered_probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities after top-k and top-p, highest first, zero where filtered out; and the tokens in that order."""
+        sorted_logits, order = logits.double().sort(dim=-1, descending=True, stable=True)
+        highest = sorted_logits[:, :1]
+        # Dividing the difference from the highest logit stays finite at tiny temperatures.
+        weights = ((sorted_logits - highest) / self.temperature).exp()
+        if self.top_k is not None:
+            weights[:, self.top_k :] = 0.0
+        if self.top_p is not None:
+            probabilities = weights / weights.sum(-1, keepdim=True)
+            preceding = probabilities.cumsum(-1) - probabilities
+            weights = weights.masked_fill(preceding >= self.top_p, 0.0)
+        return weights / weights.sum(-1, keepdim=True), order
+
+
+def check_chosen(tokens: list[int]) -> None:
+    """Raise MachineError if a token from `Sampler.choose` is NOT_FINITE."""
+    if NOT_FINITE in tokens:
+        raise MachineError(LOGITS_NOT_FINITE)
+
+
+def all_finite(logits: Tensor) -> Tensor:
+    """Whether the highest logit of each row is a finite number, bool []."""
+    return logits.amax(-1).isfinite().all()
+
+
+def _argmax(logits: Tensor, highest: Tensor) -> Tensor:
+    """The lowest index of the highest of logits [..., vocab]."""
+    # torch.argmax may return any of several equal entries; on this 0/1 mask it returns the first.
+    return (logits == highest[..., None]).to(torch.uint8).argmax(-1)
+
+
+def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first index [B, 1] where the running sum of weights [B, N] exceeds `uniforms` [B, 1] times their total."""
+    cumulative = weights.cumsum(-1)
+    index = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    # Rounding may lead past the last index with a nonzero weight.
+    indices = torch.arange(weights.shape[-1], device=weights.device)
+    last = torch.where(weights > 0, indices, 0).amax(-1, keepdim=True)
+    return torch.minimum(index, last)
+
+
+# Run a model for generation: forward passes without gradients, and logits over the tokens it may generate.
+
+
+READ_TOKENS = 16  # of a prompt whose logits are in memory at a time: a vocabulary may be large
+NewTokens = Iterator[list[tuple[int, int]]]  # at each step the new tokens, as (row, token)
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A batch of prompts and how to continue them.
+
+    prompt_ids: the tokens of each prompt, the prefix included. max_new_tokens: the limit of each row. vocab_limit:
+    generate only tokens below it (None: all), since a vocabulary may be larger than its tokenizer's. unused_token_ids:
+    tokens below the limit that are never generated. eos_ids: any of these ends a row. encoder_output: what
+    cross-attention reads, one row per prompt. compile_decoding: compile the decode step. read_prompt: called with the
+    logits [n, vocab] after each token of a single prompt without a prefix, a few tokens at a time.
+    """
+
+    prompt_ids: Sequence[Sequence[int]]
+    max_new_tokens: int
+    sampler: Sampler
+    vocab_limit: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    unused_token_ids: tuple[int, ...] = ()
+    prefix: "Prefix | None" = None
+    encoder_output: EncoderOutput | None = None
+    compile_decoding: bool = False
+    read_prompt: Callable[[Tensor], None] | None = None
+
+
+class ModelRunner:
+    """Runs a model without gradients, with packed weights that are reused between calls.
+
+    is_sharded: each forward pass is a collective of all ranks and gathers the weights again, so none are packed.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.is_sharded = model, is_sharded(model)
+        self.packed_weights: PackedWeightCache = {}
+        self.constants = Constants()
+
+    def forward(self, tokens: Tensor, layout: Layout | None, state: State) -> tuple[Tensor, State]:
+        """tokens int64 [B, T] -> hidden [B, T, width] and the new state."""
+        # Entered at each call: a generator that yields inside these blocks would leave them active in its caller.
+        with torch.no_grad(), self._packing():
+            hidden, new_state = self.model(tokens, layout, state)
+        assert new_state is not None
+        return hidden, new_state
+
+    def draft(self, hidden: Tensor, tokens: Tensor, layout: Layout, state: State) -> tuple[Tensor, State]:
+        """hidden [B, T, width] and the tokens after each, int64 [B, T] -> the first multi-token module's output.
+
+        layout: of the tokens of `hidden`. state: of `init_draft_state`; also returns the new one.
+        """
+        with torch.no_grad(), self._packing():
+            embedding = self.model.embed(tokens, _one_later(layout))
+            predicted, new_state = self.model.multi_token[0](hidden, embedding, layout, state)
+        return predicted, new_state
+
+    def logits(self, hidden: Tensor, request: GenerationRequest) -> Tensor:
+        """hidden [..., width] -> logits [..., vocab] below the request's vocab_limit; -inf for unused tokens."""
+        with torch.no_grad(), self._packing():
+            logits: Tensor = self.model.head(hidden)
+        logits = logits[..., : request.vocab_limit]
+        if request.unused_token_ids:
+            unused = self.constants.tensor(request.unused_token_ids, torch.int64, logits.device)
+            logits = logits.index_fill(-1, unused, -torch.inf)
+        return logits
+
+    def read_prompt(self, hidden: Tensor, request: GenerationRequest) -> None:
+        """Pass the logits of prompt tokens that were just read to the request. hidden: [1, T, width]."""
+        if request.read_prompt is not None:
+            for piece in hidden[0].split(READ_TOKENS):
+                request.read_prompt(self.logits(piece, request))
+
+    def _packing(self) -> AbstractContextManager[None]:
+        """A compiled graph cannot set the context, and holds no packed weight."""
+        return nullcontext() if self.is_sharded or is_compiling() else packed_weights(self.packed_weights)
+
+
+def _one_later(layout: Layout) -> Layout:
+    """The layout of the tokens one later than `layout`'s, for their embeddings."""
+    positions = torch.where(layout.positions < 0, -1, layout.positions + 1)
+    start = None if layout.start is None else layout.start + 1
+    newest = None if layout.max_position is None else layout.max_position + 1
+    return replace(layout, positions=positions, start=start, max_position=newest, cache={})
+
+
+@contextmanager
+def eval_mode(*models: Decoder) -> Iterator[None]:
+    """Put models in eval mode within the block, and restore their mode after it."""
+    training_flags = [model.training for model in models]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for model, training in zip(models, training_flags, strict=True):
+            model.train(training)
+
+
+# Prefill: read prompts of any lengths in one call. A common beginning of all prompts is read only once.
+
+
+LENGTH_STEP = DeviceSize(cpu=1, accelerator=64)  # the lengths that uneven prompts are padded to are multiples of it
+MIN_SHARED_TOKENS = 16  # reading a shorter common beginning once saves less than the extra call costs
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """Tokens that prompts begin with, and the state after all of them but the last.
+
+    The last token is read with each prompt, so that an empty prompt after the prefix has a token to continue from.
+    """
+
+    model: Decoder
+    tokens: tuple[int, ...]
+    state: State
+
+
+def final_lengths(request: GenerationRequest) -> list[int]:
+    """How many tokens of each row a model reads: the last new one is never read."""
+    return [len(prompt) + request.max_new_tokens - 1 for prompt in request.prompt_ids]
+
+
+ReadPrompts = Callable[[Tensor, Layout | None, Tensor], None]  # (tokens [B, T], layout, hidden [B, T, width])
+
+
+def prefill(
+    runner: ModelRunner, request: GenerationRequest, rollback: int = 0, on_read: ReadPrompts | None = None
+) -> tuple[Tensor, State]:
+    """Read all prompts; returns the hidden state of each prompt's last token [B, width], and the model's state.
+
+    rollback: how many tokens the state must be able to roll back at a time. on_read: called with all tokens of the
+    prompts, which have no prefix and are then read in one call.
+    """
+    prompts, model, batch, lengths = request.prompt_ids, runner.model, len(request.prompt_ids), final_lengths(request)
+    cache_length, text_lengths = max(lengths), lengths if model.length_dependent else None
+    is_alone = batch == 1 or request.encoder_output is not None or (text_lengths and len(set(text_lengths)) > 1)
+    common = 0 if is_alone or on_read is not None else _common_prefix_length(prompts)
+    if request.prefix is not None:
+        shared, state = len(request.prefix.tokens) - 1, request.prefix.state.select([0] * batch)
+    elif common >= MIN_SHARED_TOKENS:
+        shared_lengths = None if text_lengths is None else text_lengths[:1]
+        shared, shared_state = common, model.init_state(1, cache_length, None, rollback, shared_lengths)
+        _, shared_state = runner.forward(_token_tensor([prompts[0][:common]], model), None, shared_state)
+        state = shared_state.select([0] * batch)
+    else:
+        shared, state = 0, model.init_state(batch, cache_length, request.encoder_output, rollback, text_lengths)
+    remaining = [list(prompt[shared:]) for prompt in prompts]
+    lengths = [len(row) for row in remaining]
+    longest = max(lengths)
+    layout = None
+    if min(lengths) < longest:  # exact lengths would hardly ever recur
+        longest = padded_length(longest, LENGTH_STEP.on(model.embed.weight))
+        layout = Layout.padded(lengths, longest, side="left", device=model.embed.weight.device, start=shared)
+    tokens = _token_tensor([[0] * (longest - len(row)) + row for row in remaining], model)
+    hidden, state = runner.forward(tokens, layout, state)
+    runner.read_prompt(hidden, request)
+    if on_read is not None:
+        on_read(tokens, layout, hidden)
+    return hidden[:, -1], state
+
+
+def prefill_prefix(model: Decoder, tokens: Sequence[int]) -> Prefix:
+    """Prefill tokens that the prompts of many calls begin with. The state has no cache_length: it grows."""
+    if model.length_dependent:
+        raise ConfigError(
+            f"prefix: {LENGTH_DEPENDENT}, which is not known before the prompts; put its tokens before each prompt"
+        )
+    runner = ModelRunner(model)
+    with eval_mode(model):
+        state = model.init_state(1)
+        if len(tokens) > 1:
+            _, state = runner.forward(_token_tensor([tokens[:-1]], model), None, state)
+    return Prefix(model, tuple(tokens), state)
+
+
+def padded_length(longest: int, step: int) -> int:
+    """The length that uneven prompts are padded to: a multiple of `step`, at most a quarter more for long ones.
+
+    With few distinct lengths, a GPU's kernels, which are set up per shape, are reused.
+    """
+    if step == 1:
+        return longest
+    multiple = max(step, 1 << max(0, longest.bit_length() - 3))
+    return -(-longest // multiple) * multiple
+
+
+def validate_prompt(tokens: list[int], model: Decoder) -> list[int]:
+    """Return the tokens of a prompt. Raises ConfigError if it is empty or a token is outside the vocabulary."""
+    vocab_size = model.embed.weight.shape[0]
+    if not tokens or min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise ConfigError(f"prompts: each needs at least one token, all from 0 to {vocab_size - 1}")
+    return tokens
+
+
+def _common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
+    """How many leading tokens all prompts share, leaving each at least one token of its own to continue from."""
+    limit = min(map(len, prompts)) - 1
+    return next((index for index in range(limit) if len({prompt[index] for prompt in prompts}) > 1), limit)
+
+
+def _token_tensor(rows: Sequence[Sequence[int]], model: Decoder) -> Tensor:
+    return to_device(torch.tensor([list(row) for row in rows], device="cpu"), model.embed.weight.device)
+
+
+# Decode: one forward pass per new token of every row.
+
 
 # Steps between two reads of the tokens. On a GPU each read waits for all steps before it; steps past a row's end are
 # discarded. On a CPU a read costs nothing, and text is shown token by token.

@@ -11,18 +11,19 @@ from torch import Tensor
 
 from heddle.distributed.ranks import is_sharded
 from heddle.errors import ConfigError, MachineError
-from heddle.generation.decode import decode
-from heddle.generation.model_runner import (
+from heddle.generation.decode import (
+    LOGITS_NOT_FINITE,
     GenerationRequest,
     ModelRunner,
     NewTokens,
     Prefix,
+    Sampler,
+    decode,
     eval_mode,
     prefill,
     prefill_prefix,
     validate_prompt,
 )
-from heddle.generation.sampling import LOGITS_NOT_FINITE, Sampler
 from heddle.generation.scheduler import BatchScheduler, SeparateScheduler, decode_streams
 from heddle.generation.speculative import SpeculativeConfig, SpeculativeRound, speculative_decode
 from heddle.model.decoder import Decoder

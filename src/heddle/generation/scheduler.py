@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError, MachineError
-from heddle.generation.decode import decode
-from heddle.generation.model_runner import GenerationRequest, ModelRunner, NewTokens, eval_mode
-from heddle.generation.sampling import LOGITS_NOT_FINITE, NOT_FINITE
+from heddle.generation.decode import (
+    LOGITS_NOT_FINITE,
+    NOT_FINITE,
+    GenerationRequest,
+    ModelRunner,
+    NewTokens,
+    decode,
+    eval_mode,
+)
 from heddle.model.state import State
 from heddle.numerics.transfer import to_device
 

@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 
 from heddle.errors import ConfigError, MachineError
-from heddle.generation.model_runner import (
+from heddle.generation.decode import (
+    LOGITS_NOT_FINITE,
     GenerationRequest,
     ModelRunner,
     NewTokens,
     ReadPrompts,
+    all_finite,
     eval_mode,
     final_lengths,
     prefill,
 )
-from heddle.generation.sampling import LOGITS_NOT_FINITE, all_finite
 from heddle.model.decoder import Decoder
 from heddle.model.multi_token import layout_ahead
 from heddle.numerics.transfer import tensor_of

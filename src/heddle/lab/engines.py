@@ -13,7 +13,7 @@ import torch
 
 from heddle.errors import ConfigError
 from heddle.exchange.family_match import HEDDLE, FamilyMatch, best_match
-from heddle.exchange.gguf.export import match_architecture
+from heddle.exchange.gguf.match import architecture_of
 from heddle.model.config import refuse_overflow
 from heddle.model.decoder import Decoder
 from heddle.model.shapes_only import ShapesOnly
@@ -206,10 +206,8 @@ def _blocks(window: int | None, block: int, context_length: int, batched_tokens:
 
 def _llama_cpp(model: Decoder, sizes: Sequence[Size], imported: str | None) -> list[int]:
     """Cells of a context with `n_seq_max` = batch, each sequence with cells of its own (`kv_unified` off)."""
-    try:
-        match_architecture(model.config, imported)
-    except ConfigError:
-        raise ConfigError("heddle writes no GGUF") from None
+    if architecture_of(model.config, imported) is None:
+        raise ConfigError("heddle writes no GGUF")
     kept = kept_by_layers(model).items()
     return [size.batch * sum(count * _cell_bytes(each, size) for each, count in kept) for size in sizes]
 

@@ -99,7 +99,6 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
     # A design that is too large is rejected before torch is imported.
     data = read_design(source, settings.overrides)
     from heddle.exchange.family_match import family_lines
-    from heddle.exchange.imported_checkpoint import imported_family
     from heddle.model.config import refuse_overflow
     from heddle.numerics.dispatch import choose_deterministic
     from heddle.numerics.kernels import kernels
@@ -109,9 +108,9 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
     with kernels(**parse_kernels(settings.kernel)), refuse_overflow(), equal_bits:
         loaded = load_config(data)
         config = with_vocab_size(loaded, DEFAULT_VOCAB_SIZE)
-        # Kernels are chosen as on the device, even if this machine lacks it.
-        dtype, device = _dtype(settings), device_name(settings.device)
-        imported = imported_family(source) if isinstance(source, str) else None
+        imported, stored = _of_folder(source)
+        dtype = dtype_of(settings.precision or "fp32") if settings.precision or stored is None else stored
+        device = device_name(settings.device)  # kernels are chosen as on it, even if this machine lacks it
         lengths, batch = list(settings.context_length), settings.batch_size
         facts = measure(config, lengths, batch, dtype, device, encoder_length, imported)
         if encoder_length is not None and not any(context["encoder_length"] for context in facts["contexts"]):
@@ -123,12 +122,14 @@ def _facts(settings: ShowSettings) -> dict[str, Any]:
     return facts
 
 
-def _dtype(settings: ShowSettings) -> Any:
-    """The dtype of weights and state: the precision's, else that of the weights in the folder, else float32."""
+def _of_folder(source: Any) -> tuple[str | None, Any]:
+    """The family that the model in a folder was imported from, and the dtype of its weights, both if known."""
+    if not isinstance(source, str) or not Path(source).is_dir():
+        return None, None
+    from heddle.exchange.imported_checkpoint import imported_family
     from heddle.storage.model import stored_dtype
 
-    own = stored_dtype(Path(settings.design)) if isinstance(settings.design, str) else None
-    return dtype_of(settings.precision or "fp32") if settings.precision or own is None else own
+    return imported_family(source), stored_dtype(Path(source))
 
 
 def plain_design(design: Any) -> Any:

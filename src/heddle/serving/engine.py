@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from heddle.errors import HeddleError, MachineError, is_out_of_memory
+from heddle.generation.decode import LOGITS_NOT_FINITE, NOT_FINITE, GenerationRequest, ModelRunner, Sampler, eval_mode
 from heddle.generation.generate import StopStringBuffer
-from heddle.generation.model_runner import GenerationRequest, ModelRunner, eval_mode
-from heddle.generation.sampling import LOGITS_NOT_FINITE, NOT_FINITE, Sampler
 from heddle.generation.scheduler import BatchScheduler, NextToken, Scheduler, SeparateScheduler
 from heddle.model.decoder import Decoder
 from heddle.progress import print_warning, printable

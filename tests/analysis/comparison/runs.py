@@ -26,10 +26,10 @@ OPTIONS += ["--speed-context-length", "24"]
 
 # Of speeds and samples of text no test reads more than that they are there.
 FEW = {
-    "heddle.lab.compare.speed.READ_BYTES": 2**20,
-    "heddle.lab.compare.speed.WARMUP_STEPS": 1,
-    "heddle.lab.compare.speed.MEASURED_STEPS": 2,
-    "heddle.lab.compare.speed.DECODED_TOKENS": 4,
+    "heddle.lab.compare.probes.READ_BYTES": 2**20,
+    "heddle.lab.compare.probes.WARMUP_STEPS": 1,
+    "heddle.lab.compare.probes.MEASURED_STEPS": 2,
+    "heddle.lab.compare.probes.DECODED_TOKENS": 4,
     "heddle.generation.generate.SAMPLE_TOKENS": 8,
 }
 

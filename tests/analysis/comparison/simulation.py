@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from heddle.lab.compare import statistics as compared
-from heddle.lab.compare.power import Spending, StoppingRule, anytime_level
 from heddle.lab.compare.statistics import (
     PairStatistics,
     fixed_level,
@@ -17,6 +16,7 @@ from heddle.lab.compare.statistics import (
     pair_critical_value,
     seed_statistics,
 )
+from heddle.lab.compare.verdict import Spending, StoppingRule, anytime_level
 
 TEXT_DEGREES = 20
 

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from heddle.lab.compare.power import (
+from heddle.lab.compare.statistics import PairStatistics, seed_statistics, t_quantile
+from heddle.lab.compare.verdict import (
     anytime_level,
     detectable_difference,
     need_for,
@@ -14,7 +15,6 @@ from heddle.lab.compare.power import (
     seeds_for,
     smallest_resolvable,
 )
-from heddle.lab.compare.statistics import PairStatistics, seed_statistics, t_quantile
 
 
 def statistics_of(designs: int, seeds: int, text: float | None = None) -> PairStatistics:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heddle.lab.compare.power import Spending, StoppingRule, anytime_level
 from heddle.lab.compare.results import Run
 from heddle.lab.compare.run import UntilResolved
 from heddle.lab.compare.statistics import seed_statistics
+from heddle.lab.compare.verdict import Spending, StoppingRule, anytime_level
 from tests.analysis.comparison import simulation
 from tests.analysis.comparison.plain import typed
 from tests.analysis.comparison.simulation import draw, run_until_resolved, stopped_miss_rate

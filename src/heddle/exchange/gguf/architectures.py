@@ -7,13 +7,12 @@ config can express. Its assumptions are listed here; a design that differs is re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from heddle.exchange import design_parts
-from heddle.exchange.export import HFTensors
 from heddle.exchange.family import CONCATENATED, Family, TensorTransform, WeightMap, interleaved_by_group, reshaped
 from heddle.exchange.gguf.keys_from_config import (
     SIGMOID,
@@ -41,6 +40,9 @@ from heddle.parts.mixers.mamba2 import Mamba2Config
 from heddle.parts.scalings.linear import LinearConfig
 from heddle.parts.scalings.llama3 import Llama3Config
 from heddle.parts.scalings.yarn import YarnConfig
+
+if TYPE_CHECKING:
+    from heddle.exchange.export import HFTensors
 
 # llama.cpp's names of heddle's parameters, and how a tensor of a GGUF is made of them.
 
@@ -592,13 +594,13 @@ class GGUFTensor:
     restore: Transform
     may_quantize: bool
 
-    def build(self, tensors: HFTensors) -> Tensor:
+    def build(self, tensors: "HFTensors") -> Tensor:
         """Make the tensor, in its own memory."""
         return self.transform(tensors[self.name].to(torch.float32)).to(self.dtype).contiguous()
 
 
 def gguf_tensors(
-    tensors: HFTensors, config: dict[str, Any], graph: Architecture, dtype: torch.dtype
+    tensors: "HFTensors", config: dict[str, Any], graph: Architecture, dtype: torch.dtype
 ) -> Iterator[GGUFTensor]:
     """All tensors of a GGUF, in the order of the model's parameters.
 

@@ -16,8 +16,16 @@ from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError
 from heddle.lab.compare.equal_size import parse_state_context
 from heddle.lab.compare.plan import DesignEntry, plan_warnings, short_titles
-from heddle.lab.compare.power import anytime_level, need_for, round_widths_below, smallest_resolvable
-from heddle.lab.compare.probes import AUTO, TaskChoice, summarize_abilities, window_sentences
+from heddle.lab.compare.probes import (
+    AUTO,
+    Samples,
+    TaskChoice,
+    busy_warning,
+    overhead_warning,
+    summarize_abilities,
+    summarize_speeds,
+    window_sentences,
+)
 from heddle.lab.compare.results import (
     BaselineRow,
     Budget,
@@ -48,7 +56,6 @@ from heddle.lab.compare.results import (
     Widths,
     WorkerFacts,
 )
-from heddle.lab.compare.speed import Samples, busy_warning, overhead_warning, summarize_speeds
 from heddle.lab.compare.statistics import (
     ALPHA,
     NO_PAIR,
@@ -79,7 +86,13 @@ from heddle.lab.compare.text_profile import (
     recall_in_text,
 )
 from heddle.lab.compare.tuning import Tuning, tuning_report
-from heddle.lab.compare.verdict import verdict_sentences
+from heddle.lab.compare.verdict import (
+    anytime_level,
+    need_for,
+    round_widths_below,
+    smallest_resolvable,
+    verdict_sentences,
+)
 from heddle.model.config import ModelConfig
 from heddle.model.size import kernel_choices, size, state_bytes, summarize_design
 from heddle.session import dtype_of

@@ -20,7 +20,6 @@ from heddle.data.samples import check_token_count
 from heddle.errors import CheckpointError, HeddleError, MachineError
 from heddle.lab.compare.budget import TimePlan
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
-from heddle.lab.compare.power import MAX_SEEDS, Spending, StoppingRule
 from heddle.lab.compare.probes import GONE, TaskChoice, final_tokens
 from heddle.lab.compare.report import Results, comparison_report, design_facts
 from heddle.lab.compare.results import Report, Run, ScoredRun, plain
@@ -48,6 +47,7 @@ from heddle.lab.compare.tuning import (
     shared_value_matters,
     start_tuning,
 )
+from heddle.lab.compare.verdict import MAX_SEEDS, Spending, StoppingRule
 from heddle.lab.live import LivePage
 from heddle.lab.pages.report import report_json, report_page, write_report
 from heddle.lab.workers import Result, Task, Workers, run_tasks

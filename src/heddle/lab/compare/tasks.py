@@ -10,9 +10,8 @@ from heddle.data.corpus import Corpus
 from heddle.distributed.ranks import Ranks
 from heddle.errors import ConfigError, MachineError
 from heddle.lab.compare.plan import ComparisonPlan, DesignEntry
-from heddle.lab.compare.probes import TaskChoice, choose_tasks, plan_evaluations
+from heddle.lab.compare.probes import Samples, TaskChoice, choose_tasks, plan_evaluations
 from heddle.lab.compare.results import ProbeResult, Run, parse
-from heddle.lab.compare.speed import Samples
 from heddle.lab.workers import Task, Workers, default_workers, run_tasks
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build

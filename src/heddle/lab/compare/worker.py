@@ -30,12 +30,25 @@ from heddle.config import load_part
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.data.token_file import split_held_out
 from heddle.distributed.ranks import ONE_PROCESS
-from heddle.errors import HeddleError, OtherRankFailed, RankLost, is_out_of_memory, nondeterministic_operation
+from heddle.errors import (
+    CheckpointError,
+    ConfigError,
+    HeddleError,
+    OtherRankFailed,
+    RankLost,
+    is_out_of_memory,
+    nondeterministic_operation,
+)
 from heddle.generation.generate import sample_text
-from heddle.lab.compare.branch import train_branch
-from heddle.lab.compare.probes import RECALL_PROBES, interim_tokens
+from heddle.lab.compare.probes import (
+    RECALL_PROBES,
+    RandomText,
+    interim_tokens,
+    measure_speeds,
+    read_rate,
+    time_training_steps,
+)
 from heddle.lab.compare.results import ProbeResult, Run, plain
-from heddle.lab.compare.speed import RandomText, measure_speeds, read_rate, time_training_steps
 from heddle.lab.compare.statistics import quartiles
 from heddle.lab.compare.text_profile import length_result, measure_text_recall, start_profile
 from heddle.lab.workers import WORKER_MODULE, confine
@@ -43,12 +56,25 @@ from heddle.model.load_config import load_config
 from heddle.runtime import Choices, Runtime, set_up_runtime, versions
 from heddle.session import dtype_of
 from heddle.signals import STOP_SIGNALS, Interrupted, interrupted_on_stop_signals
-from heddle.storage.file_io import write_json_file
-from heddle.storage.run_log import read_log, step_speed
+from heddle.storage.checkpoints import checkpoint_steps, latest_checkpoint, write_checkpoint
+from heddle.storage.file_io import read_json_file, write_json_file
+from heddle.storage.folder import read_folder
+from heddle.storage.lock import RunLock
+from heddle.storage.run_log import (
+    IDENTITY_KEYS,
+    RUN_FILE,
+    copy_log,
+    first_difference,
+    open_run,
+    read_log,
+    step_speed,
+    to_plain_json,
+    trunk_identity,
+)
 from heddle.training.evaluation.length_extrapolation import ExtrapolationPlan, evaluate_extrapolation
 from heddle.training.evaluation.scores import EvaluationBudget
 from heddle.training.job import TrainingJob, peak_process_memory
-from heddle.training.loop import Diverged, train
+from heddle.training.loop import Diverged, TrainingResult, train
 from heddle.training.settings import Settings
 from heddle.training.step import recent_router_summary
 
@@ -429,6 +455,62 @@ def _speed(task: dict[str, Any]) -> dict[str, Any]:
 
 
 TASKS = {"train": _train, "calibrate": _calibrate, "speed": _speed, "recall": _recall, "loss": _loss}
+
+
+# Branches of a trunk: trainings of several lengths that share all steps before their decay.
+#
+# With schedule wsd (warmup, stable, decay; Hu et al. 2024) a training of any length is the same up to its decay, so
+# that several lengths cost one constant part and their decays (Hägele et al. 2024). A branch begins as a copy of the
+# trunk's newest checkpoint and log, as if it had been interrupted there: from there the loop resumes, bit-equal.
+
+
+def train_branch(job: TrainingJob, trunk: Path, previous: Path | None = None) -> TrainingResult:
+    """Train a job with schedule wsd; the steps before its decay are a separate run in the folder `trunk`.
+
+    The result is bit-equal to `train(job)`. previous: the trunk of a shorter branch with the same settings, which this
+    trunk continues; None, or a folder without a checkpoint: start at the first step. The same call resumes
+    after an interrupt. Raises ConfigError for several ranks, other schedules, or a warmup that depends on the length or
+    outlasts the trunk, and whatever `train` raises.
+    """
+    settings = job.settings
+    if job.ranks.count > 1:
+        raise ConfigError(f"ranks: a branch is trained by one process, not {job.ranks.count}; use one rank")
+    if settings.schedule != "wsd":
+        raise ConfigError(f"schedule {settings.schedule}: branches decay from a constant learning rate; set wsd")
+    if settings.warmup is None or settings.warmup > settings.constant_steps:
+        raise ConfigError(
+            f"warmup {settings.warmup}: branches share their warmup, so it must be a number, and at most the "
+            f"{settings.constant_steps} steps before the decay"
+        )
+    if not checkpoint_steps(job.out):
+        budget = replace(job.evaluation, final_tokens=1)  # the loss before the decay is not used
+        stable = replace(settings, steps=settings.constant_steps, schedule="constant")
+        start = replace(job, settings=stable, out=trunk, evaluation=budget, observer=None)
+        if previous is not None and previous != trunk and not checkpoint_steps(trunk):
+            _start_from(start, previous)
+        train(start)
+        _start_from(job, trunk)
+    return train(job)
+
+
+def _start_from(job: TrainingJob, source: Path) -> None:
+    """Begin a job's run with the newest checkpoint of another run, if it has one."""
+    path = latest_checkpoint(source, "training").path
+    if path is None:
+        return
+    saved, contents = read_json_file(source / RUN_FILE), read_folder(path, "training")
+    identity = to_plain_json(job.identity())
+    difference = first_difference(trunk_identity(saved), trunk_identity(identity))
+    step = int(path.name.removeprefix("step-"))
+    if difference or contents.log is None or step > job.settings.steps:
+        raise CheckpointError(f"{source}: {job.out} is not a branch of it: {difference or f'it is at step {step}'}")
+    environment = {key: value for key, value in saved.items() if key not in IDENTITY_KEYS}
+    with RunLock(job.out):
+        open_run(job.out, identity, environment)
+        copy_log(source, job.out, contents.log)
+        tensors = {name: contents.tensors(name) for name in contents.tensor_sets}
+        write_checkpoint(job.out, step, tensors=tensors, documents=contents.documents, log=contents.log)
+
 
 if __name__ == "__main__":
     main()

@@ -16,7 +16,7 @@ from heddle.conversion.targets import ConversionVariant
 from heddle.conversion.weights import CalibrationText
 from heddle.errors import ConfigError, MachineError
 from heddle.lab.compare.budget import END_SHARE, TimeBudget, format_seconds
-from heddle.lab.compare.speed import time_reading, time_training_steps
+from heddle.lab.compare.probes import time_reading, time_training_steps
 from heddle.lab.conversion.run import ConversionReport, report_seconds
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.attention import AttentionConfig

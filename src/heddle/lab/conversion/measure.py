@@ -17,7 +17,7 @@ from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch, evaluation_windows, joined
 from heddle.errors import ConfigError
 from heddle.exchange.family_match import match_report
-from heddle.exchange.gguf.export import match_architecture
+from heddle.exchange.gguf.match import architecture_of
 from heddle.lab.conversion.results import LayerError, ModelResult
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder
@@ -331,17 +331,9 @@ def conversion_costs(
             "states": {length: measure_size(shapes, length).state_bytes for length in lengths},
             "flops_per_token": round(costs.flops_per_token),
             "architecture": _architecture(config, family),
-            "gguf": _graph_of(config, family),
+            "gguf": "no" if (graph := architecture_of(config, family)) is None else graph[1].name,
         }
     return columns
-
-
-def _graph_of(design: ModelConfig, family: str | None) -> str:
-    """The architecture that llama.cpp runs a design as, or "no"."""
-    try:
-        return match_architecture(design, family)[1].name
-    except ConfigError:
-        return "no"
 
 
 def print_costs(costs: dict[str, dict[str, dict[str, Any]]], as_json: bool) -> None:

@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from heddle.data.samples import RowProtocol
+from heddle.lab.compare.probes import Samples, summarize_speeds
 from heddle.lab.compare.results import Difference, ScoredRun, left_out, parse
-from heddle.lab.compare.speed import Samples, summarize_speeds
 from heddle.lab.compare.statistics import TEXT_SPANS, VALIDATION_WINDOWS, TextSampling, paired_difference
 from heddle.lab.compare.tables import (
     PREFERRED_CONTEXT,

@@ -29,8 +29,8 @@ from heddle.conversion.weights import CalibrationText, build_model
 from heddle.data.corpus import Corpus
 from heddle.data.samples import RowProtocol
 from heddle.errors import CheckpointError, ConfigError, DataError
+from heddle.lab.compare.probes import Samples, expected_seconds, measure_speeds, time_reading
 from heddle.lab.compare.results import plain
-from heddle.lab.compare.speed import Samples, expected_seconds, measure_speeds, time_reading
 from heddle.lab.conversion.measure import (
     MeasurementSettings,
     MeasurementText,

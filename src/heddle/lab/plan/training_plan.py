@@ -146,7 +146,7 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
             option = name.replace("_", "-") + ("" if value is True else f" {value}")
             raise ConfigError(f"--{option}: is for GPUs, and --cpu asks for this CPU; leave one of them out")
     from heddle.lab.bench.run import measure_limits
-    from heddle.lab.compare.speed import RandomText, time_training_steps
+    from heddle.lab.compare.probes import RandomText, time_training_steps
     from heddle.machine import TIE, measured_choices
     from heddle.model.decoder import build
     from heddle.model.size import flops_per_token, parameter_count, parameter_counts

@@ -18,7 +18,7 @@ from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch
 from heddle.data.token_file import TokenFile, write_token_file
 from heddle.errors import ConfigError
-from heddle.lab.compare.speed import measure_speeds
+from heddle.lab.compare.probes import measure_speeds
 from heddle.model.config import ModelConfig
 from heddle.settings import parse_length
 from heddle.training.evaluation.text_recall import MIN_ROW_TOKENS, TextRecall
