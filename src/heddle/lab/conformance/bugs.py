@@ -303,8 +303,8 @@ def _number_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequenc
         x, layout = inputs
         frequencies = torch.tensor(rope.scaled_frequencies(layout.length).inv_freq).bfloat16()
         angles = layout.positions.bfloat16()[:, None, :, None] * frequencies
-        table = ((each * rope.attention_factor).to(x.dtype) for each in (angles.cos(), angles.sin()))
-        return apply_rotary(x, *table, rope.layout)
+        cosine, sine = ((each * rope.attention_factor).to(x.dtype) for each in (angles.cos(), angles.sin()))
+        return apply_rotary(x, cosine, sine, rope.layout)
 
     def longer(rope: Rope, inputs: tuple[Tensor, Layout], output: Tensor) -> Tensor:
         x, layout = inputs

@@ -24,7 +24,7 @@ async function opened(modelPath, folder) {
     const llama = await getLlama({gpu: false, build: "never", maxThreads: 1, logLevel: "error", progressLogs: false});
     const model = await llama.loadModel({modelPath, useMmap: false});
     const cache = {experimentalKvCacheKeyType: "F32", experimentalKvCacheValueType: "F32", flashAttention: false};
-    const contextSize = Math.min(1024, model.trainContextSize);
+    const contextSize = Math.min(1024, model.trainContextSize + 1); // full, it would lose its first tokens
     return (await model.createContext({contextSize, sequences: 1, threads: 1, ...cache})).getSequence();
 }
 
