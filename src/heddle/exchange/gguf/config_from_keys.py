@@ -9,7 +9,7 @@ import numpy as np
 
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import short_repr
-from heddle.exchange.gguf.architectures import ARCHITECTURES, ONE_BASE, TWO_BASES
+from heddle.exchange.gguf.architectures import ARCHITECTURES, INNER_EPS, ONE_BASE, TWO_BASES
 from heddle.exchange.gguf.keys_from_config import SIGMOID, SOFTMAX
 from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import MAX_LAYERS
@@ -357,6 +357,10 @@ def _granite_moe(keys: Keys, shapes: Shapes) -> FieldTable:
 def _deepseek(keys: Keys, shapes: Shapes) -> FieldTable:
     """DeepSeek-V2 or V3, by the function of its router's logits."""
     rope_dim = keys.number("rope.dimension_count")
+    if keys.of_graph("attention.layer_norm_rms_epsilon", INNER_EPS) > 1e-5:  # GLM-4.7-Flash's, whose class has two
+        keys.expect_same("attention.layer_norm_rms_epsilon", INNER_EPS)
+    if keys.of_graph("rope.scaling.type", "linear") == "linear":
+        keys.expect_same("rope.scaling.factor", 1.0)
     config = DEEPSEEK_EXPERTS | {
         "model_type": "deepseek_v3",
         "q_lora_rank": keys.of_graph("attention.q_lora_rank", 0) or None,
@@ -369,6 +373,7 @@ def _deepseek(keys: Keys, shapes: Shapes) -> FieldTable:
         return config
     if keys.of_graph("expert_gating_func", 0):
         keys.expect_same("expert_gating_func", SOFTMAX)
+    keys.expect_same("expert_weights_norm", False)
     return config | {"model_type": "deepseek_v2", "n_group": None, "topk_group": None}
 
 
@@ -384,6 +389,7 @@ def _ministral3(keys: Keys, shapes: Shapes) -> FieldTable:
 
 def _delta(keys: Keys, shapes: Shapes) -> FieldTable:
     """Qwen3.5, with two kinds of layers."""
+    keys.expect_same("attention.layer_norm_rms_epsilon", INNER_EPS)
     depth, interval = keys.number("block_count"), keys.of_graph("full_attention_interval", 4)
     usual = [(index + 1) % max(interval, 1) != 0 for index in range(min(depth, MAX_LAYERS))]
     recurrent = keys.of_graph("attention.recurrent_layers", usual)[: depth - keys.of_graph("nextn_predict_layers", 0)]
