@@ -226,6 +226,11 @@ def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
         if multiplier != 0.0 and keys.graph in READS_YARN_LOG:
             all_dim = _decimal(multiplier / YARN_LOG.get(keys.graph, 1.0))
             scaling |= {"mscale": all_dim if keys.graph in YARN_LOG else 1.0, "mscale_all_dim": all_dim}
+        elif keys.graph in YARN_LOG:
+            key = f"{keys.graph}.rope.scaling.yarn_log_multiplier"
+            raise ConfigError(
+                f"{keys.source}: key '{key}' is {multiplier}; heddle needs one; import the original folder"
+            )
     return scaling
 
 
