@@ -117,6 +117,8 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "an unknown function of routers": ("deepseek_v2", {"{graph}.expert_gating_func": (3, UINT)}, "expert_gating_func"),
     "gates that sum to 1": ("deepseek_v2", {"{graph}.expert_weights_norm": (True, BOOL)}, "expert_weights_norm"),
     "an epsilon of latents": ("deepseek_v2", {"{graph}.attention.layer_norm_rms_epsilon": (0.1, FLOAT)}, "epsilon"),
+    "gates that do not sum to 1": ("afmoe", {"{graph}.expert_weights_norm": None}, "expert_weights_norm"),
+    "windows that RoPE does not follow": ("afmoe", {PATTERN: (2, UINT)}, "sliding_window_pattern"),
     "YaRN of latents without a multiplier": ("deepseek_v2", YARN, "yarn_log_multiplier"),
     "a factor of latents": ("deepseek_v2", AS_LLAMA_CPP["a factor without a type"], "rope.scaling.factor"),
     "an epsilon of delta rules": ("qwen3_next", {"{graph}.attention.layer_norm_rms_epsilon": (0.1, FLOAT)}, "epsilon"),

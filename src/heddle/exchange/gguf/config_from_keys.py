@@ -436,6 +436,22 @@ def _lfm2(keys: Keys, shapes: Shapes) -> FieldTable:
     return {"model_type": "lfm2", "layer_types": types, **own}
 
 
+def _afmoe(keys: Keys, shapes: Shapes) -> FieldTable:
+    keys.expect_same("attention.sliding_window_pattern", WINDOWED[keys.graph])  # of RoPE whatever it says
+    keys.require(f"{keys.graph}.expert_weights_norm", bool)
+    keys.expect_same("expert_weights_norm", True)
+    return {
+        "model_type": "afmoe",
+        **EXPERTS,
+        "moe_intermediate_size": EXPERT_WIDTH,
+        "num_shared_experts": Key("expert_shared_count"),
+        "num_dense_layers": DENSE_LAYERS,
+        "route_scale": EXPERT_SCALE,
+        "sliding_window": WINDOW,
+        "mup_enabled": True,
+    }
+
+
 def _falcon(keys: Keys, shapes: Shapes) -> FieldTable:
     heads = keys.number("attention.head_count")
     kv_heads, norms = keys.of_graph("attention.head_count_kv", heads), 1 + ("blk.0.attn_norm_2.weight" in shapes)
@@ -530,11 +546,7 @@ ARCHITECTURE_FIELDS: dict[str, FieldTable | Callable[[Keys, Shapes], FieldTable]
         "model_type": "minimax_m2", **LOCAL_EXPERTS,
         "rotary_dim": lambda keys, _: keys.of_graph("rope.dimension_count", keys.head_dim),
     },
-    "afmoe": {
-        "model_type": "afmoe", **EXPERTS, "moe_intermediate_size": EXPERT_WIDTH,
-        "num_shared_experts": Key("expert_shared_count"), "num_dense_layers": DENSE_LAYERS,
-        "route_scale": EXPERT_SCALE, "sliding_window": WINDOW, "mup_enabled": True,
-    },
+    "afmoe": _afmoe,
     "gpt-oss": {
         "model_type": "gpt_oss", **LOCAL_EXPERTS, "intermediate_size": EXPERT_WIDTH, "sliding_window": WINDOW,
     },
