@@ -9,7 +9,7 @@ import numpy as np
 
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import short_repr
-from heddle.exchange.gguf.architectures import ARCHITECTURES, ONE_BASE, TWO_BASES
+from heddle.exchange.gguf.architectures import ARCHITECTURES, INNER_EPS, ONE_BASE, TWO_BASES
 from heddle.exchange.gguf.keys_from_config import SIGMOID, SOFTMAX
 from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import MAX_LAYERS
@@ -226,6 +226,11 @@ def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
         if multiplier != 0.0 and keys.graph in READS_YARN_LOG:
             all_dim = _decimal(multiplier / YARN_LOG.get(keys.graph, 1.0))
             scaling |= {"mscale": all_dim if keys.graph in YARN_LOG else 1.0, "mscale_all_dim": all_dim}
+        elif keys.graph in YARN_LOG:
+            key = f"{keys.graph}.rope.scaling.yarn_log_multiplier"
+            raise ConfigError(
+                f"{keys.source}: key '{key}' is {multiplier}; heddle needs one; import the original folder"
+            )
     return scaling
 
 
@@ -357,6 +362,10 @@ def _granite_moe(keys: Keys, shapes: Shapes) -> FieldTable:
 def _deepseek(keys: Keys, shapes: Shapes) -> FieldTable:
     """DeepSeek-V2 or V3, by the function of its router's logits."""
     rope_dim = keys.number("rope.dimension_count")
+    if keys.of_graph("attention.layer_norm_rms_epsilon", INNER_EPS) > 1e-5:  # GLM-4.7-Flash's, whose class has two
+        keys.expect_same("attention.layer_norm_rms_epsilon", INNER_EPS)
+    if keys.of_graph("rope.scaling.type", "linear") == "linear":
+        keys.expect_same("rope.scaling.factor", 1.0)
     config = DEEPSEEK_EXPERTS | {
         "model_type": "deepseek_v3",
         "q_lora_rank": keys.of_graph("attention.q_lora_rank", 0) or None,
@@ -369,6 +378,7 @@ def _deepseek(keys: Keys, shapes: Shapes) -> FieldTable:
         return config
     if keys.of_graph("expert_gating_func", 0):
         keys.expect_same("expert_gating_func", SOFTMAX)
+    keys.expect_same("expert_weights_norm", False)
     return config | {"model_type": "deepseek_v2", "n_group": None, "topk_group": None}
 
 
@@ -384,6 +394,7 @@ def _ministral3(keys: Keys, shapes: Shapes) -> FieldTable:
 
 def _delta(keys: Keys, shapes: Shapes) -> FieldTable:
     """Qwen3.5, with two kinds of layers."""
+    keys.expect_same("attention.layer_norm_rms_epsilon", INNER_EPS)
     depth, interval = keys.number("block_count"), keys.of_graph("full_attention_interval", 4)
     usual = [(index + 1) % max(interval, 1) != 0 for index in range(min(depth, MAX_LAYERS))]
     recurrent = keys.of_graph("attention.recurrent_layers", usual)[: depth - keys.of_graph("nextn_predict_layers", 0)]
@@ -423,6 +434,22 @@ def _lfm2(keys: Keys, shapes: Shapes) -> FieldTable:
     types = ["full_attention" if heads else "conv" for heads in kv_heads]
     own = {"conv_L_cache": Key("shortconv.l_cache"), "norm_eps": RMS_NORM_EPS, "block_auto_adjust_ff_dim": False}
     return {"model_type": "lfm2", "layer_types": types, **own}
+
+
+def _afmoe(keys: Keys, shapes: Shapes) -> FieldTable:
+    keys.expect_same("attention.sliding_window_pattern", WINDOWED[keys.graph])  # of RoPE whatever it says
+    keys.require(f"{keys.graph}.expert_weights_norm", bool)
+    keys.expect_same("expert_weights_norm", True)
+    return {
+        "model_type": "afmoe",
+        **EXPERTS,
+        "moe_intermediate_size": EXPERT_WIDTH,
+        "num_shared_experts": Key("expert_shared_count"),
+        "num_dense_layers": DENSE_LAYERS,
+        "route_scale": EXPERT_SCALE,
+        "sliding_window": WINDOW,
+        "mup_enabled": True,
+    }
 
 
 def _falcon(keys: Keys, shapes: Shapes) -> FieldTable:
@@ -519,11 +546,7 @@ ARCHITECTURE_FIELDS: dict[str, FieldTable | Callable[[Keys, Shapes], FieldTable]
         "model_type": "minimax_m2", **LOCAL_EXPERTS,
         "rotary_dim": lambda keys, _: keys.of_graph("rope.dimension_count", keys.head_dim),
     },
-    "afmoe": {
-        "model_type": "afmoe", **EXPERTS, "moe_intermediate_size": EXPERT_WIDTH,
-        "num_shared_experts": Key("expert_shared_count"), "num_dense_layers": DENSE_LAYERS,
-        "route_scale": EXPERT_SCALE, "sliding_window": WINDOW, "mup_enabled": True,
-    },
+    "afmoe": _afmoe,
     "gpt-oss": {
         "model_type": "gpt_oss", **LOCAL_EXPERTS, "intermediate_size": EXPERT_WIDTH, "sliding_window": WINDOW,
     },
