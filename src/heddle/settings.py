@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_typ
 from heddle.errors import ConfigError, choices_hint
 
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+MAX_AMOUNT = 1e40  # of parameters, tokens or FLOPs
 MAX_LENGTH = 60  # characters of a value in an error message
 _BOOLS = {"true": True, "false": False}
 _WANTED = {int: "a whole number, such as 2000 or 2k", float: "a number"}
@@ -216,7 +217,7 @@ def parse_named(label: str, text: str, parse: Callable[[str], Any]) -> Any:
 def parse_count(text: str, unit_name: str = "parameters") -> float:
     """Parse a number such as 500k, 1.5M or 2e6. Raises ValueError."""
     value = _number(text)
-    if not 1 <= value < float("inf"):
+    if not 1 <= value <= MAX_AMOUNT:
         raise ValueError(f"must be a number of {unit_name}, such as 500k, 20M or 2e6")
     return value
 

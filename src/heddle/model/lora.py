@@ -84,7 +84,8 @@ def add_lora(
     if adapters(model):
         raise ConfigError("lora: the model already has adapters; merge them first")
     paths = target_projections(model, targets)
-    full = max((min(model.get_submodule(path).weight.shape) for path in paths), default=rank)
+    projections = [model.get_submodule(path) for path in paths]
+    full = max(min(base.weight.shape) for base in projections if isinstance(base, Linear))
     if rank > full:
         raise ConfigError(f"lora: rank = {rank} is more than the full rank of every projection, {full}; give less")
     adapted = _copy_with_parameters(model, lambda parameter: nn.Parameter(parameter.detach(), requires_grad=False))

@@ -309,6 +309,8 @@ def _plan_time(
     joined = join_with_saved(plan_file, plan)
     chooses_sizes = budget is not None and not is_begun and isinstance(joined.sizes, int)
     ladder = open_ladder(joined, settings.out, runtime, has_rungs=not chooses_sizes)
+    if budget is None and not is_begun:
+        _check_steps(ladder)
     if not settings.dry_run and (is_begun or not (budget is not None or is_worth_timing(ladder))):
         return plan, None, until
     workers = ladder.workers.count
@@ -327,6 +329,16 @@ def _plan_time(
     for sentence in describe_ladder(choice):
         print_status(sentence)
     return choice.ladder.plan, choice, until
+
+
+def _check_steps(ladder: Ladder) -> None:
+    """Raise ConfigError, before steps are timed, for runs that are too short, or shorter than the given warmup."""
+    plan, sizes = ladder.plan.settings, [rung.parameters for each in ladder.rungs.values() for rung in each]
+    plan.check_steps(sizes)
+    shortest = plan.steps(min(sizes), plan.tokens_per_parameter[0])
+    if plan.warmup is not None and plan.warmup > shortest:  # an earlier ladder may exceed it
+        reason = f"is longer than a run of {shortest} steps, which would never reach --lr"
+        raise ConfigError(f"--warmup {plan.warmup}: {reason}; give fewer steps of warmup, or larger sizes")
 
 
 def is_worth_timing(ladder: Ladder) -> bool:
@@ -367,7 +379,7 @@ def _plan(settings: LadderSettings, runtime: Runtime) -> LadderPlan:
         **shared(settings, LadderPlan)
         | {
             "entries": entries,
-            "sizes": parse_sizes(settings.sizes or DEFAULT_SIZES),
+            "sizes": parse_sizes(DEFAULT_SIZES if settings.sizes is None else settings.sizes),
             "seeds": DEFAULT_SEEDS if settings.seeds is None else settings.seeds,
             "settings": shared_settings,
             "names_tokens": ratios is not None,
