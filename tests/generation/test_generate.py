@@ -23,6 +23,11 @@ STEPS = 9
 PROMPTS = [[5, 3, 8, 13, 21, 34, 55, 1], [2], [7, 7, 7, 9]]
 
 
+@pytest.mark.nightly
+def test_the_cases_that_continue_texts_are_those_whose_models_do() -> None:
+    assert [name for name in CASES if build(case(name), device="meta").causal] == CAUSAL
+
+
 def build_double(name: str) -> Decoder:
     return build(case(name), dtype=torch.float64, seed=1)
 

@@ -138,11 +138,18 @@ class Manifest:
         }
         if self.log is not None:
             body["log"] = vars(self.log)
-        return _text(body | {"sha256": hashlib.sha256(_text(body)).hexdigest()})
+        text = _text(body)
+        before, last_key, after = text.partition(b'\n "version": ')
+        return before + _hash_line(hashlib.sha256(text).hexdigest()) + last_key + after
 
 
 def _text(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode("ascii")
+
+
+def _hash_line(sha256: object) -> bytes:
+    """The line of a manifest's own hash, which stands before its version. No line within the files begins like it."""
+    return f'\n "sha256": {json.dumps(sha256)},'.encode("ascii")
 
 
 def is_file_name(name: str) -> bool:
@@ -211,8 +218,9 @@ def read_manifest(folder: Path, flags: int = READ_FLAGS) -> Manifest:
         if content.get("format") != FORMAT_NAME:
             raise ValueError("it was not written by heddle")
         _check_version(folder, content.get("version"))
-        body = {name: value for name, value in content.items() if name != "sha256"}
-        if content.get("sha256") != hashlib.sha256(_text(body)).hexdigest() or _text(content) != raw:
+        sha256 = content.get("sha256")
+        without = raw.replace(_hash_line(sha256), b"", 1)
+        if sha256 != hashlib.sha256(without).hexdigest() or _text(content) != raw:
             raise ValueError("it was altered")
         return _from_json(content)
     except (ValueError, RecursionError) as error:
