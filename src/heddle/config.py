@@ -128,7 +128,7 @@ class Config(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise _explain(type(self), fields, error) from None
+            raise _explain(type(self), error) from None
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Return the config itself: nothing in it can change, and a copied model shares it."""
@@ -348,7 +348,7 @@ def _decode_value(content: tuple[type[Config] | None, bool, bool], value: Any, p
     return value if nested is None else parse_config(nested, value, path)
 
 
-def _explain(cls: type[Config], fields: dict[str, Any], error: ValidationError) -> DesignError:
+def _explain(cls: type[Config], error: ValidationError) -> DesignError:
     """Turn the first of pydantic's errors into one sentence."""
     errors = error.errors(include_url=False)
     first = errors[0]

@@ -22,6 +22,7 @@ from heddle.laws.harness import (
 )
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, Layer
+from heddle.model.size import with_encoder
 from heddle.numerics.random import RandomKey, use_random_key
 from heddle.parts.layout import HandedOver
 from heddle.parts.modules.dropout import BranchDropout
@@ -37,7 +38,7 @@ FIRST_RATE = 0.25  # of the first layer, where a design has one
 def residual_identity(config: ModelConfig) -> None:
     """With branches that return zero, the stream passes unchanged, or as the residual kind declares."""
     model = model_under_test(config)
-    for stack in _stacks(model):
+    for stack in with_encoder(model):
         tokens = random_tokens(stack.config, 2, 7)
         layout = layout_for(stack, 2, 7)
         with ExitStack() as hooks:
@@ -96,10 +97,6 @@ def drop_path_scaling(config: ModelConfig) -> None:
             )
 
 
-def _stacks(model: Decoder) -> list[Decoder]:
-    return [model] if model.encoder is None else [model, model.encoder]
-
-
 def _blocks(stack: Decoder) -> Iterator[Residual]:
     for layer in stack.layers:
         assert isinstance(layer, Layer)
@@ -112,7 +109,7 @@ def _stacks_with_drop_path(config: ModelConfig) -> Iterator[tuple[str, Decoder]]
     A stack of one layer must refuse a rate of the last layer.
     """
     design = config if config.encoder is None else config.replace(encoder=_with_rate(config.encoder))
-    stacks = _stacks(model_under_test(_with_rate(design)).train())
+    stacks = with_encoder(model_under_test(_with_rate(design)).train())
     if all(stack.config.depth == 1 for stack in stacks):
         raise DoesNotApply("one layer, which refuses stochastic depth")
     for what, stack in zip(("", "encoder: "), stacks, strict=False):

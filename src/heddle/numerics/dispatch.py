@@ -263,3 +263,22 @@ class DeviceSize(NamedTuple):
     def on(self, tensor: Tensor) -> int:
         """The size for the device of a tensor. Within `record_choices`, for the device that the tensor stands for."""
         return self.cpu if device_type(tensor) == "cpu" else self.accelerator
+
+
+def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the dtype that autocast gives torch's own attention. Operators called by name do not cast."""
+    dtype = compute_dtype(q)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def compute_dtype(q: Tensor) -> torch.dtype:
+    """The dtype in which attention to q is computed: autocast's where it is enabled, else q's own."""
+    device = q.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device) or not _casts(q):
+        return q.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def _casts(q: Tensor) -> bool:
+    """Whether autocast changes the dtype: it leaves float64 alone."""
+    return q.dtype in (torch.float32, torch.float16, torch.bfloat16)

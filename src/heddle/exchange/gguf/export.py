@@ -23,7 +23,7 @@ from heddle.exchange.families._common import DEFAULT_MAX_POSITIONS
 from heddle.exchange.family_match import FamilyMatch
 from heddle.exchange.gguf.architectures import Architecture, GGUFTensor, gguf_tensors
 from heddle.exchange.gguf.file import HASH_KEY, NO_DIGITS, seal
-from heddle.exchange.gguf.match import has_rope, match_architecture, ropes_of
+from heddle.exchange.gguf.match import match_architecture, ropes_of
 from heddle.exchange.gguf.tokenizer import tokenizer_keys
 from heddle.exchange.imported_checkpoint import ImportedModel
 from heddle.model.config import ModelConfig
@@ -136,7 +136,7 @@ def _model_keys(
 
 
 def _rope_keys(design: ModelConfig, head_dim: int, yarn_log: float | None) -> dict[str, Any]:
-    if not any(has_rope(mixer) for mixer in design_parts.mixers(design.resolved())):
+    if not any(design_parts.has_rope(mixer) for mixer in design_parts.mixers(design.resolved())):
         return {}
     rope, sliding = ropes_of(design)
     keys: dict[str, Any] = {

@@ -71,14 +71,10 @@ def _outermost(mismatches: Iterable[Mismatch]) -> list[Mismatch]:
 
 def ropes_of(design: ModelConfig) -> tuple[RopeConfig, RopeConfig | None]:
     """The RoPE of layers without a window, and with one (None: there are none). Layers without RoPE are skipped."""
-    mixers = [mixer for mixer in design_parts.mixers(design.resolved()) if has_rope(mixer)]
+    mixers = [mixer for mixer in design_parts.mixers(design.resolved()) if design_parts.has_rope(mixer)]
     full = [design_parts.rope_of(mixer) for mixer in mixers if getattr(mixer, "window", None) is None]
     sliding = [design_parts.rope_of(mixer) for mixer in mixers if getattr(mixer, "window", None) is not None]
     return (full or sliding or [RopeConfig()])[0], sliding[0] if sliding else None
-
-
-def has_rope(mixer: Any) -> bool:
-    return isinstance(getattr(mixer, "position", None), RopeConfig)
 
 
 def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architecture) -> Iterator[Mismatch]:
@@ -176,7 +172,7 @@ def _position_mismatches(mixers: list[tuple[str, Any]], period: int) -> Iterator
     period: as `nope_period` of the graph.
     """
     for index, (path, mixer) in enumerate(mixers):
-        actual = "rope" if has_rope(mixer) else MISSING
+        actual = "rope" if design_parts.has_rope(mixer) else MISSING
         required = "rope" if not period or (index + 1) % period else MISSING
         if actual != required:
             yield Mismatch(f"{path}.mixer.position", actual, required)

@@ -79,7 +79,7 @@ def final(judge: Judge) -> dict[str, Any]:
         "pairs": ledger.windows.pairs,
         "by_e_bh": _summary(judge),
     }
-    result["sentence"] = _sentence(judge, result)
+    result["sentence"] = _sentence(result)
     ledger.record(result)
     return dict(to_plain_json(result))
 
@@ -161,7 +161,7 @@ def _summary(judge: Judge) -> list[int]:
     return [root["number"] for root, is_better in zip(roots, found, strict=True) if is_better]
 
 
-def _sentence(judge: Judge, result: dict[str, Any]) -> str:
+def _sentence(result: dict[str, Any]) -> str:
     """The result on the sealed text, as a sentence."""
     total, removed = result["improvement"], result["removed"]
     if not removed:

@@ -21,7 +21,8 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 
 from heddle.numerics.attention.mask import AttentionMask, LinearBias, ScoreModifiers, zero_unused_slots
-from heddle.numerics.attention.sdpa import in_autocast_dtype, with_sink
+from heddle.numerics.attention.sdpa import with_sink
+from heddle.numerics.dispatch import in_autocast_dtype
 
 BLOCK = 128  # queries and keys of a block that is skipped, or computed, as a whole
 FAR = 2**30 + 1  # above any position and document, and adding a window does not overflow

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heddle.numerics.attention.mask import AttentionMask
-from heddle.numerics.dispatch import device_type, is_deterministic
+from heddle.numerics.dispatch import compute_dtype, device_type, in_autocast_dtype, is_deterministic
 from heddle.torch_private import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
 WIDTH_STEP = 8  # CUDA's fused kernels take head dimensions that are multiples of it
@@ -59,25 +59,6 @@ def sdpa(
         mask = functional.pad(mask, (1, 0), value=mask.dtype == torch.bool)  # the sink is visible and has no bias
     y = _torch_sdpa(q, k + one_hot, functional.pad(v, (0, 0, 1, 0)), scale, mask, causal)
     return y[:, :, 1:] if causal else y
-
-
-def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the dtype that autocast gives torch's own function. Operators called by name do not cast."""
-    dtype = compute_dtype(q)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def compute_dtype(q: Tensor) -> torch.dtype:
-    """The dtype in which attention to q is computed: autocast's where it is enabled, else q's own."""
-    device = q.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device) or not _casts(q):
-        return q.dtype
-    return torch.get_autocast_dtype(device)
-
-
-def _casts(q: Tensor) -> bool:
-    """Whether autocast changes the dtype: it leaves float64 alone."""
-    return q.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, sink: Tensor | None = None) -> Tensor:

@@ -28,9 +28,7 @@ from heddle.numerics.attention.mask import (
 from heddle.numerics.attention.observer import Observation, notify_observer
 from heddle.numerics.attention.sdpa import (
     WIDTH_STEP,
-    compute_dtype,
     flash,
-    in_autocast_dtype,
     sdpa,
     varlen_attention,
     varlen_parameters,
@@ -43,9 +41,11 @@ from heddle.numerics.dispatch import (
     Kernel,
     Operation,
     add_flops,
+    compute_dtype,
     counts_flops,
     device_type,
     has_triton,
+    in_autocast_dtype,
 )
 from heddle.numerics.norms import at_least_float32, without_autocast
 
