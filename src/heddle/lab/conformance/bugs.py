@@ -237,19 +237,20 @@ def _mask_bugs(model: Decoder, rows: Sequence[Sequence[int]], goldens: Sequence[
             shown = AttentionMask(mask.q_positions, positions, causal=False, selected=seen[None])
             return reference(q, k, v, shown, scale, *rest)
 
-        layout = replace(Layout.causal(1, len(rows[row])), attention_backend=lambda layer: attend)
+        backend: Any = lambda layer: attend  # noqa: E731
+        layout = replace(Layout.causal(1, len(rows[row])), attention_backend=backend)
         if (logits := _logits(model, rows[row], layout)) is not None:
             yield Bug(name, what, row, logits, _distance(logits, goldens[row]))
 
     def attributed(shift: Tensor | int) -> Visible:
-        """A piece takes each key of a full ring buffer for the one `shift` slots before."""
+        """A piece takes each key of a full ring buffer for the one `shift` slots before; one token sees all of it."""
 
         def change(seen: Tensor, window: int | None) -> Tensor:
             if window is None:
                 return seen
             slot = time[None] - (start - window)
             other = start - window + (slot - shift) % window
-            in_ring = (slot >= 0) & (slot < window) & (start >= window)
+            in_ring = (slot >= 0) & (slot < window) & (start >= window) & (stop > start + 1)
             return torch.where(in_ring, seen.take_along_dim(torch.where(in_ring, other, 0)[None], 2), seen)
 
         return change

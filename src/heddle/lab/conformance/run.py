@@ -629,6 +629,8 @@ class TransformersModel(Model):
         """By its `generate`."""
         if self.problem:
             raise NotSeenError(self.problem)
+        if self.mode == "assisted" and self.model._is_stateful:
+            raise NotSeenError(f"{type(self.model).__name__} takes no draft")
         mode = {"assistant_model": self.model} if self.mode == "assisted" else self._start()
         lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
         written = self.model.generate(torch.tensor([list(row)]), do_sample=False, num_beams=1, **lengths, **mode)
