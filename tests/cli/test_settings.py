@@ -23,7 +23,7 @@ from heddle.settings import Argument, SessionSettings, Setting, VerbSettings, se
 from heddle.training.settings import TrainSettings
 from tests import small
 
-VALUES = {int: 7, float: 2.5, str: "a word, 'quoted'", Path: Path("a folder/file")}
+VALUES = {int: 700, float: 2.5, str: "a word, 'quoted'", Path: Path("a folder/file")}
 
 
 def command(words: list[str]) -> tuple[VerbCommand, click.Context]:
