@@ -344,6 +344,8 @@ def _native_unsupported(facts: LatentAttentionFacts) -> str | None:
         return native.NOT_IN_USE
     if facts.sink:
         return "it takes no sink"
+    if facts.most_selected is not None:
+        return "it takes no selection of keys"
     if facts.queries > MAX_NATIVE_QUERIES:
         return f"it takes up to {MAX_NATIVE_QUERIES} queries, not {facts.queries}"
     return None if _should_absorb(facts) else "expanding the keys costs no more FLOPs than absorbing"
