@@ -313,7 +313,9 @@ def test_what_the_operator_does_not_serve() -> None:
     assert rejected(long_case(9, 97, torch.float32)[0]) == "it takes up to 8 queries, not 9"
     assert "no more FLOPs" in str(rejected(long_case(2, 2, torch.float32)[0]))
     inputs, _ = long_case(2, 97, torch.float32)
-    assert LATENT.kernels[0].unsupported(latent_attention_facts(*inputs, most_selected=6)) is not None
+    q_nope, q_rope, latents, k_up, v_up = inputs
+    facts = latent_attention_facts(q_nope, q_rope, latents, k_up, v_up, most_selected=6)
+    assert LATENT.kernels[0].unsupported(facts) is not None
 
 
 @pytest.mark.usefixtures("_operator")

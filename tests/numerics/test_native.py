@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from heddle.model.decoder import build
 from heddle.model.load_config import load_config
 from heddle.numerics import native, norms
 from heddle.numerics.activations import activation
-from heddle.numerics.attention import softmax
+from heddle.numerics.attention import latent, softmax
+from heddle.numerics.attention.latent import LatentAttentionFacts
 from heddle.numerics.attention.mask import AttentionMask
 from heddle.numerics.cross_entropy import OutputHead, loss_sum
 from heddle.numerics.dispatch import Kernel, Operation, record_choices
@@ -39,6 +41,8 @@ from heddle.torch_private import LightDispatchMode
 from heddle.training import optimizer as optimizer_module
 from heddle.training.optimizer import build_optimizer
 from heddle.training.step import accumulate_gradients, apply_gradients
+from tests.cases import case
+from tests.merged_designs import present_designs
 
 Case = tuple[str, Callable[..., Tensor], list[Tensor]]  # operation, function of the inputs, the inputs
 DESIGN = ["vocab_size=64", "width=32", "layers.0.repeat=2"]
@@ -210,6 +214,23 @@ def test_the_law_of_kernels_covers_the_operators(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(norms, "RMS_NORM", Operation("rms_norm", (planted, *others)))
     with pytest.raises(LawViolation, match="chosen kernels"):
         kernel_equivalence(config)
+
+
+@pytest.mark.usefixtures("operators")
+def test_every_option_is_under_the_law_of_kernels_with_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    for config in present_designs():
+        kernel_equivalence(config)
+    selecting = case("latent-indexer")
+    kernel_equivalence(selecting)
+
+    def reads_past_selections(facts: LatentAttentionFacts) -> str | None:
+        return first.unsupported(facts._replace(most_selected=None))
+
+    first, *others = latent.LATENT.kernels
+    planted = (replace(first, unsupported=reads_past_selections), *others)
+    monkeypatch.setattr(latent, "LATENT", replace(latent.LATENT, kernels=planted))
+    with pytest.raises(LawViolation, match="chunks with a state, chosen kernels"):
+        kernel_equivalence(selecting)
 
 
 def _trained(operators: frozenset[str]) -> dict[str, Tensor]:
