@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from heddle import __version__
-from heddle.data.corpus import Corpus
 from heddle.errors import ConfigError
 from heddle.lab.compare.equal_size import parse_state_context
 from heddle.lab.compare.plan import DesignEntry, plan_warnings, short_titles
@@ -30,7 +29,6 @@ from heddle.lab.compare.results import (
     BaselineRow,
     Budget,
     Curve,
-    DataFacts,
     Design,
     DesignFacts,
     Difference,
@@ -79,6 +77,7 @@ from heddle.lab.compare.statistics import (
 from heddle.lab.compare.tables import mean_loss
 from heddle.lab.compare.tasks import Comparison
 from heddle.lab.compare.text_profile import (
+    data_facts,
     describe_text_recall,
     extrapolation_facts,
     length_changes,
@@ -574,22 +573,6 @@ def _verdict(report: Report, results: Results) -> list[str]:
         return [f"{count}; designs are compared once each has finished the same seed."]
     first, *others = verdict_sentences(report)
     return [f"So far ({count}): {first}", *others]
-
-
-def data_facts(names: Sequence[str], corpus: Corpus | None, final_tokens: int) -> DataFacts:
-    """The text of a comparison; None for its numbers while it is prepared."""
-    if corpus is None:
-        return DataFacts(name=", ".join(names))
-    return DataFacts(
-        name=corpus.name,
-        hash=corpus.hash,
-        train_bytes=sum(source["train"]["bytes"] for source in corpus.report["sources"]),
-        train_tokens=sum(len(file) for file in corpus.train),
-        validation_bytes=corpus.report["validation"]["bytes"],
-        final_tokens=min(final_tokens, len(corpus.validation)),
-        vocab_size=corpus.tokenizer.vocab_size,
-        report=corpus.report,
-    )
 
 
 ADDED_SEEDS = "Seeds were added to a finished comparison: each interval holds at any number of seeds, and is wider."

@@ -1,4 +1,4 @@
-"""Behind a design's mean loss: by position, token frequency and length of the text, and its recall in the user's text.
+"""A comparison's text, and losses behind the mean: by position, token frequency and length, and recall in the text.
 
 Every number of a design is compared with the baseline's by `paired_difference`: the same seeds, the same text.
 """
@@ -12,6 +12,7 @@ import torch
 
 from heddle.data.corpus import Corpus
 from heddle.lab.compare.results import (
+    DataFacts,
     ExtrapolationFacts,
     FrequencyGroup,
     LengthChange,
@@ -38,7 +39,24 @@ RECALL_DEPTHS = (0.1, 0.5, 0.9)
 MAX_RECALL_SHARE = 1 / 8
 MIN_RECALL_ROWS, MAX_RECALL_ROWS = 4, 32
 MAX_EXAMPLES = 4
+
 Scored = Callable[[Run], FiniteScores | None]
+
+
+def data_facts(names: Sequence[str], corpus: Corpus | None, final_tokens: int) -> DataFacts:
+    """The text of a comparison; None for its numbers while it is prepared."""
+    if corpus is None:
+        return DataFacts(name=", ".join(names))
+    return DataFacts(
+        name=corpus.name,
+        hash=corpus.hash,
+        train_bytes=sum(source["train"]["bytes"] for source in corpus.report["sources"]),
+        train_tokens=sum(len(file) for file in corpus.train),
+        validation_bytes=corpus.report["validation"]["bytes"],
+        final_tokens=min(final_tokens, len(corpus.validation)),
+        vocab_size=corpus.tokenizer.vocab_size,
+        report=corpus.report,
+    )
 
 
 def count_recall_rows(sequence_length: int, train_tokens: int) -> int:
