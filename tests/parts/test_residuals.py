@@ -40,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "pre_norm": {},
     "pre_norm, multiplied": {"kind": "pre_norm", "multiplier": 0.6},
     "pre_norm, gated": {"kind": "pre_norm", "gate_rank": 2},
+    "pre_norm, bare end": {"kind": "pre_norm", "final_norm": False},
     "post_norm": {},
     "post_norm, outer sum": {"kind": "post_norm", "outer_sum": True},
     "deep_norm": {},
@@ -142,7 +143,8 @@ def serial(name: str, x: Array, weights: Weights, names: tuple[str, ...], depth:
                 x = x + norm(f(x), gain)
         if name.endswith("outer sum"):
             x = entered + x
-    return x if name.startswith(("post_norm", "deep_norm")) else norm(x, weights["final_norm.norm.weight"])
+    bare = name.startswith(("post_norm", "deep_norm")) or name.endswith("bare end")
+    return x if bare else norm(x, weights["final_norm.norm.weight"])
 
 
 def laurel(x: Array, u: Array, after: Array, weights: Weights, prefix: str) -> Array:
