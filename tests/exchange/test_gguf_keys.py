@@ -14,7 +14,7 @@ from heddle.exchange.gguf import config_from_keys, load_gguf
 from heddle.exchange.gguf.config_from_keys import _scaling
 from heddle.exchange.gguf.export import export_gguf
 from tests.exchange.hf_models import our_logits
-from tests.exchange.test_gguf import APPROXIMATE, CLOSE, CLOSE_WITH_GELU, model_pair, prompt, run, tokenizer
+from tests.exchange.test_gguf import APPROXIMATE, CLOSE, CLOSE_WITH_GELU, VARIANTS, model_pair, prompt, run, tokenizer
 from tests.exchange.test_gguf_read import finish, writer_with_keys
 from tests.laws.planting import Plant, result
 
@@ -30,7 +30,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(family: str, folder: Path) -> Path:
-    export_gguf(model_pair(family, "plain")[1].model, folder / f"{family}.gguf", tokenizer())
+    export_gguf(model_pair(family, next(iter(VARIANTS[family])))[1].model, folder / f"{family}.gguf", tokenizer())
     return folder / f"{family}.gguf"
 
 
@@ -77,6 +77,7 @@ OF_FAMILIES: dict[str, tuple[str, Change]] = {
     "no window": ("gemma3_text", {WINDOW: None}),
     "a window of 0": ("gemma3_text", {WINDOW: (0, UINT)}),
     "a base of windows that the graph does not read": ("olmo3", {"{graph}.rope.freq_base_swa": (33.0, FLOAT)}),
+    "a window of another depth": ("exaone4", {WINDOW: (4, UINT)}),
     "no base": ("olmo3", {"{graph}.rope.freq_base": None}),
     "no scaling in a graph whose family has one": ("gpt_oss", {"{graph}.rope.scaling.type": ("none", STRING)}),
     "none in spite of a factor": ("cohere2", AS_LLAMA_CPP["a factor of type none"]),

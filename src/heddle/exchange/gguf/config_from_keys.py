@@ -59,6 +59,7 @@ ROPE_FIXED = {
     "yarn_beta_slow": 1.0,
 }
 WINDOWED = {graph.name: period for graph in ARCHITECTURES.values() if (period := graph.full_attention_period)}
+WINDOWED |= {"exaone4": 4}  # in models of 64 layers
 GATING = {  # llama.cpp's number of the function of router logits, where the family has one
     **dict.fromkeys(("afmoe", "dots1", "glm4moe", "minimax-m2"), SIGMOID),
     **dict.fromkeys(("ernie4_5-moe", "hunyuan-moe"), SOFTMAX),
@@ -520,7 +521,9 @@ ARCHITECTURE_FIELDS: dict[str, FieldTable | Callable[[Keys, Shapes], FieldTable]
     "glm4moe": GLM | DEEPSEEK_EXPERTS | {"model_type": "glm4_moe", "use_qk_norm": Present("attn_q_norm.weight")},
     "exaone4": {
         "model_type": "exaone4",
-        "sliding_window": lambda keys, _: keys.of_graph("attention.sliding_window", 0) or None,
+        "sliding_window": lambda keys, _: (
+            keys.of_graph("attention.sliding_window", 4096) or None if keys.number("block_count") == 64 else None
+        ),
     },
     "seed_oss": {"model_type": "seed_oss", **ATTENTION_BIAS, **NO_DROPOUT},
     "stablelm": {
