@@ -385,7 +385,8 @@ def test_several_bos_tokens_begin_a_row() -> None:
     assert RowProtocol.parse(json.loads(json.dumps(rows.record()))) == rows
 
 
-QUIET_RUN = ["--batch-size", "2", "--sequence-length", str(LENGTH), "--steps", "1", "--device", "cpu", "--quiet"]
+QUIET_ROWS = ["--batch-size", "2", "--sequence-length", str(LENGTH), "--device", "cpu", "--quiet"]
+QUIET_RUN = [*QUIET_ROWS, "--steps", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -469,9 +470,10 @@ def test_fine_tuning_begins_rows_with_bos(
 ) -> None:
     """Nothing is learned, so the loss is that of the imported model: of a plain loop with BOS."""
     corpus, run = corpus_of(open_source(gemma), texts), tmp_path / "run"
-    fine_tune = ["train", "--from", str(imported), "--data", str(texts), "--out", str(run), *QUIET_RUN, "--json"]
+    fine_tune = ["train", "--from", str(imported), "--data", str(texts), "--out", str(run), *QUIET_ROWS, "--json"]
     capsys.readouterr()
-    assert run_command([*fine_tune, "--lr", "1e-30"]) == 0
+    all_of_it = str(len(corpus.validation))  # a shorter training is evaluated on less
+    assert run_command([*fine_tune, "--tokens", all_of_it, "--lr", "1e-30"]) == 0
     expected = plain_loss(our_logits(gemma), corpus)
     assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
     assert recorded_rows(run) == model_rows(run, corpus.tokenizer) == corpus.rows != PLAIN_ROWS

@@ -228,10 +228,10 @@ def read_command(line: str) -> TrainSettings:
 
 
 def test_the_command_of_the_fastest_layout_trains_in_it(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "preset:gqa-tiny", "width=64", "--gpus", "4", "--batch-size", "512", "--tokens", "1M"]
+    asked = ["plan", "preset:gqa-tiny", "width=64", "--gpus", "4", "--batch-size", "512", "--tokens", "8M"]
     assert run_command(asked) == 0
     settings = read_command(printed_command(capsys.readouterr().out))
-    assert (settings.design, settings.overrides, settings.tokens) == ("preset:gqa-tiny", ("width=64",), 10**6)
+    assert (settings.design, settings.overrides, settings.tokens) == ("preset:gqa-tiny", ("width=64",), 8 * 10**6)
     assert run_command([*asked, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     best = facts["layouts"][0]

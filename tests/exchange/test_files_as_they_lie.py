@@ -146,7 +146,7 @@ def test_a_classifier_is_named_by_its_class(tmp_path: Path) -> None:
     def with_other_head(config: Fields, tensors: Tensors) -> Tensors:
         config["architectures"] = ["LlamaForSequenceClassification"]
         head = tensors.pop("lm_head.weight")
-        return tensors | {"score.weight": head[:1].clone()}
+        return tensors | {"own_head.weight": head[:1].clone()}
 
     folder = rewritten("llama", "plain", tmp_path / "model", with_other_head)
     assert "import the model that this LlamaForSequenceClassification was made of" in refusal(folder)
