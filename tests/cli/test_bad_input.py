@@ -344,6 +344,8 @@ def contents(workspace: Path) -> dict[str, bytes]:
         ("conformance run {root} --engine heddle --junit {root}/a --page {root}/a", "both name"),
         ("plan {root}/good.yaml --cpu --tokens 1", "--tokens 1: must be a number of at least one step"),
         ("plan {root}/good.yaml --cpu --batch-size 0", "--batch-size 0: must be at least 1"),
+        ("compare {root}/good.yaml --dry-run --data {root}/empty.txt", "data empty.txt is empty: give"),
+        ("ladder {root}/good.yaml --dry-run --data {root}/empty.txt", "data empty.txt is empty: give"),
         ("compare {root}/good.yaml --dry-run --port 70000", "--port 70000: must be a port"),
         ("judge init {root}/good.yaml --out {root}/mine", "holds something else (thesis.tex)"),
         ("judge init {root}/good.yaml --out {run}", "holds a training run, not a ledger"),
