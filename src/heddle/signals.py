@@ -76,6 +76,18 @@ def interrupted_on_stop_signals(sentence: str | None = None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def delayed_stop_signals() -> Iterator[None]:
+    """Within the block, signals wait for its end, so that files that belong together are all written."""
+    arrived: list[tuple[int, FrameType | None]] = []
+    with _handling(lambda number, frame: arrived.append((number, frame))):
+        yield
+    for number, frame in arrived[:1]:
+        handler = signal.getsignal(number)
+        if callable(handler):
+            handler(number, frame)
+
+
 def end_on_stop_signals() -> None:
     """From now on, a signal exits the process at once with a message; once its threads have ended, signals are ignored.
 
