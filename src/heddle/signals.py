@@ -79,13 +79,11 @@ def interrupted_on_stop_signals(sentence: str | None = None) -> Iterator[None]:
 @contextmanager
 def delayed_stop_signals() -> Iterator[None]:
     """Within the block, signals wait for its end, so that files that belong together are all written."""
-    arrived: list[tuple[int, FrameType | None]] = []
-    with _handling(lambda number, frame: arrived.append((number, frame))):
+    arrived: list[int] = []
+    with _handling(lambda number, frame: arrived.append(number)):
         yield
-    for number, frame in arrived[:1]:
-        handler = signal.getsignal(number)
-        if callable(handler):
-            handler(number, frame)
+    for number in arrived[:1]:
+        signal.raise_signal(number)
 
 
 def end_on_stop_signals() -> None:
