@@ -39,7 +39,9 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     head_dim = config.require("hidden_size", int) // heads
     position = read_rope(config, head_dim, 10000.0)
     if attention.get("rope_theta", position["base"]) != position["base"]:
-        raise attention.invalid("rope_theta", f"but transformers computes with {position['base']}; give rope_theta beside attn_config, too")
+        raise attention.invalid(
+            "rope_theta", f"but transformers computes with {position['base']}; give rope_theta beside attn_config, too"
+        )
     clip = attention.optional("clip_qkv")
     mixer = {
         "kind": "attention",
