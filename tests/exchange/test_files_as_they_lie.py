@@ -149,7 +149,7 @@ def test_a_classifier_is_named_by_its_class(tmp_path: Path) -> None:
         return tensors | {"own_head.weight": head[:1].clone()}
 
     folder = rewritten("llama", "plain", tmp_path / "model", with_other_head)
-    assert "import the model that this LlamaForSequenceClassification was made of" in refusal(folder)
+    assert "its LlamaForSequenceClassification predicts no tokens: import the language model" in refusal(folder)
 
 
 def test_modules_of_a_sentence_encoder_are_said_not_to_be_read(
@@ -314,7 +314,7 @@ def test_a_classifier_is_named_with_the_model_to_import(head: str, tmp_path: Pat
         others = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
         return others | {head: torch.zeros(2)}
 
-    with pytest.raises(CheckpointError, match=f"'{head}' is the head of a classifier.*trained from"):
+    with pytest.raises(CheckpointError, match=f"its {head} predicts no tokens: import the language model"):
         load(rewritten("llama", "plain", tmp_path / "model", classifying))
 
 

@@ -115,6 +115,7 @@ DELTA_EXPERTS: Fields = EXPERTS | {
 }  # fmt: skip
 MAMBA: Fields = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
 FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"
+DEEP: Fields = {"head_dim": 8, "num_hidden_layers": 64, "layer_types": [SLIDING, SLIDING, SLIDING, FULL] * 16}
 
 
 def partial(factor: float) -> Fields:
@@ -228,6 +229,7 @@ VARIANTS: dict[str, dict[str, Fields]] = {
         "no-windows": {"head_dim": 8, "sliding_window": None, "layer_types": [FULL] * 3},
         "tied-llama3": {"head_dim": 8, "sliding_window": None, "layer_types": [FULL] * 3, "tie_word_embeddings": True}
         | LLAMA3,
+        "windows-yarn": DEEP | YARN | {"sliding_window": 16},
     },
     "seed_oss": {"plain": {"attention_bias": True}, "tied-yarn": {"tie_word_embeddings": True, **YARN}},
     "stablelm": {
@@ -559,6 +561,7 @@ COMPUTED_OTHERWISE: list[tuple[str, str, Fields, str]] = [
     ("falcon", "new", {"activation": "gelu"}, "layers.*.feedforward.activation"),
     ("falcon", "one-kv-head", {"parallel_attn": False}, "residual.kind"),
     ("exaone4", "no-windows", {"sliding_window": 16, "layer_types": [SLIDING, SLIDING, FULL]}, "layers.0.mixer.window"),
+    ("exaone4", "windows-yarn", {"sliding_window": None, "layer_types": [FULL] * 64}, "layers.0.mixer.window"),
     ("deepseek_v3", "groups", {"rms_norm_eps": 1e-5}, "norm.eps"),
     ("deepseek_v3", "groups", {"q_lora_rank": None}, "layers.*.mixer.query_rank"),
     ("deepseek_v3", "groups", {"rope_interleave": False}, "layers.*.mixer.position.layout"),

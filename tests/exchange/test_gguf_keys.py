@@ -30,7 +30,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(family: str, folder: Path) -> Path:
-    export_gguf(model_pair(family, next(iter(VARIANTS[family])))[1].model, folder / f"{family}.gguf", tokenizer())
+    family, _, variant = family.partition(":")
+    export_gguf(
+        model_pair(family, variant or next(iter(VARIANTS[family])))[1].model, folder / f"{family}.gguf", tokenizer()
+    )
     return folder / f"{family}.gguf"
 
 
@@ -78,6 +81,8 @@ OF_FAMILIES: dict[str, tuple[str, Change]] = {
     "a window of 0": ("gemma3_text", {WINDOW: (0, UINT)}),
     "a base of windows that the graph does not read": ("olmo3", {"{graph}.rope.freq_base_swa": (33.0, FLOAT)}),
     "a window of another depth": ("exaone4", {WINDOW: (4, UINT)}),
+    "another window of this depth": ("exaone4:windows-yarn", {WINDOW: (4, UINT), PATTERN: (2, UINT)}),
+    "the usual window of this depth": ("exaone4:windows-yarn", {WINDOW: None}),
     "no base": ("olmo3", {"{graph}.rope.freq_base": None}),
     "no scaling in a graph whose family has one": ("gpt_oss", {"{graph}.rope.scaling.type": ("none", STRING)}),
     "none in spite of a factor": ("cohere2", AS_LLAMA_CPP["a factor of type none"]),
@@ -125,6 +130,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "an epsilon of delta rules": ("qwen3_next", {"{graph}.attention.layer_norm_rms_epsilon": (0.1, FLOAT)}, "epsilon"),
     "rotated dims of a window": ("gemma2", {"{graph}.rope.dimension_count_swa": (4, UINT)}, "dimension_count_swa"),
     "experts of no width": ("ernie4_5_moe", {"{graph}.expert_feed_forward_length": (0, UINT)}, "0"),
+    "a window of 0, of which llama.cpp makes no numbers": ("exaone4:windows-yarn", {WINDOW: (0, UINT)}, "window"),
     "very many layers": ("qwen3_5_text", {"{graph}.block_count": (2**31, UINT)}, "layers"),
     "layers without a kind": ("lfm2", {"{graph}.attention.head_count_kv": ([2], *INTS)}, "layer_types"),
     "heads of no number": ("gemma2", {"{graph}.attention.head_count": (0, UINT)}, "num_attention_heads"),

@@ -1,6 +1,7 @@
 """Every causal type of transformers: a family reads it, or the refusal says why not."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -9,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from heddle.errors import ConfigError
 from heddle.exchange.family import NOT_READ_FILE, families, family_of, missing_parts
 
+README = Path(__file__).parents[2] / "README.md"
 CAUSAL_TYPES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 OTHER_NAMES: dict[str, str] = json.loads(NOT_READ_FILE.read_text(encoding="utf-8"))["as"]
 
@@ -23,6 +25,11 @@ def test_nothing_is_listed_that_is_read_or_gone() -> None:
     assert listed & families().keys() == set()
     assert listed - set(CONFIG_MAPPING_NAMES) == set()
     assert set(OTHER_NAMES.values()) <= families().keys()
+
+
+def test_the_readme_counts_the_families() -> None:
+    of_transformers = families().keys() & CONFIG_MAPPING_NAMES.keys()
+    assert f"{len(of_transformers)} of transformers, fla's RWKV-7, both ways" in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

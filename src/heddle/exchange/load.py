@@ -17,7 +17,7 @@ from heddle.exchange.dequantized_folder import DESCRIPTION, DequantizedFolder
 from heddle.exchange.family import Family, ModuleNames, TensorRule, WeightMap, family_of, parameter_name
 from heddle.exchange.family_match import design_from_config, differences
 from heddle.exchange.imported_checkpoint import ImportedModel
-from heddle.exchange.safetensors_folder import CONFIG_FILE, IGNORED_TENSORS, SafetensorsFolder
+from heddle.exchange.safetensors_folder import CONFIG_FILE, IGNORED_TENSORS, SafetensorsFolder, head_remedy
 from heddle.exchange.tokenizer_files import chosen_tokenizer, read_tokenizer_files
 from heddle.model.config import ModelConfig, MultiTokenConfig
 from heddle.model.decoder import Decoder, build
@@ -42,7 +42,6 @@ QUANTIZATION_LEFTOVERS = (
     ".input_global_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".act_scales", ".wscale",
     ".weight_scales", ".scale",
 )  # fmt: skip
-TASK_HEADS = {"score", "classifier", "classification_head", "qa_outputs"}  # in the place of a language model's head
 # Words in the names of tensors that an adapter adds, or puts in the place of a weight.
 ADAPTER_WORDS = {
     "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "base_layer", "ia3_l",
@@ -359,11 +358,8 @@ class _WeightLoader:
             elif ADAPTER_WORDS & {*own_name.split(".")}:
                 remedy = "merge it with peft's `merge_and_unload`, save that, and import it"
                 raise CheckpointError(f"{source} is of an adapter inside the model; {remedy}")
-            elif own_name.partition(".")[0] in TASK_HEADS:
-                remedy = "import the language model that it was trained from"
-                raise CheckpointError(f"{source} is the head of a classifier, which predicts no tokens; {remedy}")
             else:
-                remedy = f"{self.checkpoint.restore}, or save the model without that tensor"
+                remedy = head_remedy(own_name) or f"{self.checkpoint.restore}, or save the model without that tensor"
                 raise CheckpointError(
                     f"{source} belongs to no part of a {self.family.architecture} with this config; {remedy}"
                 )

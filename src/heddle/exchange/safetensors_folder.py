@@ -97,6 +97,12 @@ def text_model_config(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return outer | {name: value for name, value in inner.items() if value is not None or name not in outer}
 
 
+def head_remedy(name: str) -> str | None:
+    """What to do about a class or tensor of this name if it is of a head that predicts no tokens."""
+    remedy = "predicts no tokens: import the language model that it was trained from"
+    return f"its {printable(name)[:80]} {remedy}" if OTHER_HEADS.search(name) else None
+
+
 def text_model_name(name: str) -> str:
     """The name of a tensor in a text model."""
     for prefix, replacement in PREFIXES.items():
@@ -121,7 +127,11 @@ MAX_JSON_LENGTH = 64 * 2**20  # characters
 MAX_JSON_DEPTH = 64  # levels of nested objects and arrays
 ADAPTER_FILE = "adapter_config.json"
 IS_POINTER = "is a Git LFS pointer, not the file; run `git lfs pull` in its folder, or download the file"
-OTHER_HEADS = re.compile(r"For\w*Classification|ForQuestionAnswering|ForMultipleChoice|Reward")  # in names of classes
+# Heads in the place of a language model's, in the names of classes and of tensors.
+OTHER_HEADS = re.compile(
+    r"For\w*Classification|ForQuestionAnswering|ForMultipleChoice|Reward"
+    r"|^(score|classifier|classification_head|qa_outputs)(\.|$)"
+)
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 
 
@@ -172,8 +182,8 @@ class SafetensorsFolder:
             self.records, self.verified_texts = contents.records, contents.documents
         self.config = self.read_json(CONFIG_FILE)
         match self.config.get("architectures"):
-            case [str(architecture)] if OTHER_HEADS.search(architecture):
-                self.restore = f"import the model that this {printable(architecture)[:80]} was made of"
+            case [str(architecture)]:
+                self.restore = head_remedy(architecture) or RESTORE
         self.ignored_tensors: tuple[str, ...] = ()
         self._stored_names: dict[str, str] = {}
         if has_text_model(self.config):

@@ -189,8 +189,9 @@ class Architecture:
     extra_keys: GGUF keys that only this graph has. names: entries of MODEL_NAMES and LAYER_NAMES that differ.
     interleaved_rope: it rotates dims (2i, 2i + 1), so the rows of q and k are reordered. norm_plus_one: its norms
     multiply by the weight, but the family's by 1 + weight, so 1 is added. full_attention_period: one in this many
-    layers has no window, and all others have one; None: no layer has a window. scaled_windows: layers with a window
-    have the RoPE scaling of the others; else they have none. requires_softcaps: it always caps scores and logits.
+    layers has no window, and all others have one; None: no layer has a window. windowed_depth: only models of this
+    depth have windows, and in others every layer has positions. scaled_windows: layers with a window have the RoPE
+    scaling of the others; else they have none. requires_softcaps: it always caps scores and logits.
     width_scaled_depth: models of this depth scale scores by 1 / sqrt(width / heads) instead of 1 / sqrt(head_dim), as
     the largest Gemmas. any_scale: scores may have any scale. assumed: (path, value, value that it assumes) of a
     resolved design. square_heads: width must be heads · head_dim. grouped_heads: several heads may share keys and
@@ -210,6 +211,7 @@ class Architecture:
     interleaved_rope: bool = False
     norm_plus_one: bool = False
     full_attention_period: int | None = None
+    windowed_depth: int | None = None
     scaled_windows: bool = False
     requires_softcaps: bool = False
     width_scaled_depth: int | None = None
@@ -227,6 +229,11 @@ class Architecture:
     latent: bool = False
     tiled_values: bool = False
     encoder: bool = False
+
+    def of_depth(self, depth: int) -> "Architecture":
+        """The graph of models of this depth."""
+        has_windows = self.windowed_depth in (None, depth)
+        return self if has_windows else replace(self, full_attention_period=None, nope_period=0)
 
     def stored(self, family: Family) -> Family:
         """The family with its parameters named and grouped as in a GGUF."""
@@ -430,7 +437,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         "glm4moe", SILU, extra_keys=deepseek_keys, names=POST_ATTENTION, partial_rope=True, moe_to_the_end=True
     ),
     "exaone4": Architecture(
-        "exaone4", SILU, names=REORDERED, square_heads=True, nope_period=0, rope_scalings=LLAMA_SCALINGS
+        "exaone4",
+        SILU,
+        extra_keys=local_keys,
+        names=REORDERED,
+        full_attention_period=4,
+        windowed_depth=64,
+        scaled_windows=True,
+        square_heads=True,
+        nope_period=4,
+        rope_scalings=LLAMA_SCALINGS,
     ),
     "seed_oss": Architecture(
         "seed_oss",

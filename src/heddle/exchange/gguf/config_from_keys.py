@@ -9,7 +9,7 @@ import numpy as np
 
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import short_repr
-from heddle.exchange.gguf.architectures import ARCHITECTURES, INNER_EPS, ONE_BASE, TWO_BASES
+from heddle.exchange.gguf.architectures import ARCHITECTURES, INNER_EPS, ONE_BASE, TWO_BASES, Architecture
 from heddle.exchange.gguf.keys_from_config import SIGMOID, SOFTMAX
 from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import MAX_LAYERS
@@ -47,6 +47,7 @@ MISSING_FIELDS = {
         "rope_theta",
     ),
 }  # fmt: skip
+GRAPHS = {graph.name: graph for graph in ARCHITECTURES.values()}
 YARN_LOG = {graph.name: graph.yarn_log or 1.0 for graph in ARCHITECTURES.values() if graph.latent}
 READS_YARN_LOG = {graph.name for graph in ARCHITECTURES.values() if graph.latent or graph.yarn_log is not None}
 # Keys of RoPE that llama.cpp reads and heddle has one value for.
@@ -58,8 +59,6 @@ ROPE_FIXED = {
     "yarn_beta_fast": 32.0,
     "yarn_beta_slow": 1.0,
 }
-WINDOWED = {graph.name: period for graph in ARCHITECTURES.values() if (period := graph.full_attention_period)}
-WINDOWED |= {"exaone4": 4}  # in models of 64 layers
 GATING = {  # llama.cpp's number of the function of router logits, where the family has one
     **dict.fromkeys(("afmoe", "dots1", "glm4moe", "minimax-m2"), SIGMOID),
     **dict.fromkeys(("ernie4_5-moe", "hunyuan-moe"), SOFTMAX),
@@ -67,10 +66,11 @@ GATING = {  # llama.cpp's number of the function of router logits, where the fam
 SCALED_BY_FACTOR = ("afmoe", "gemma2", "gpt-oss")  # in layers with a window, also where the type of scaling is none
 KV_HEADS_BY_LAYER = ("lfm2", "granitehybrid")
 GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
-# Of the scalings that Llama 3 was published with; a GGUF holds its factors alone.
-LLAMA3_FACTORS = (8.0, 32.0)
+# Of the scalings that Llama 3 and EXAONE 4 were published with; a GGUF holds its factors alone.
+LLAMA3_FACTORS = (8.0, 16.0, 32.0)
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
+NO_WINDOW = {"sliding_window": None}
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 
 
@@ -99,6 +99,11 @@ class Keys:
         """The name of its graph, with which the names of the model's keys begin."""
         return self.require("general.architecture", str)
 
+    @cached_property
+    def assumed(self) -> Architecture:
+        """What its graph assumes of a model of this depth."""
+        return GRAPHS[self.graph].of_depth(self.number("block_count"))
+
     def of_graph(self, name: str, default: T) -> T:
         """A key of the graph, as `get`."""
         return self.get(f"{self.graph}.{name}", default)
@@ -119,7 +124,7 @@ class Keys:
         if isinstance(array, list):
             windowed = [*array[:depth], *[False] * (depth - len(array))]
         else:
-            period = self.of_graph(name, WINDOWED[self.graph])
+            period = self.of_graph(name, self.assumed.full_attention_period or 0)
             windowed = [not period or (index + 1) % period for index in range(depth)]
         return [SLIDING if each else FULL for each in windowed]
 
@@ -169,8 +174,9 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     config, table = _common_fields(keys, shapes), ARCHITECTURE_FIELDS[keys.graph]
     own = table(keys, shapes) if callable(table) else table
     config |= {name: entry(keys, shapes) if callable(entry) else entry for name, entry in own.items()}
-    if keys.graph in WINDOWED and config.get("sliding_window"):
-        config |= {"layer_types": keys.layer_types(config["num_hidden_layers"])}
+    if config.get("sliding_window"):
+        has_windows = keys.assumed.full_attention_period is not None
+        config |= {"layer_types": keys.layer_types(config["num_hidden_layers"])} if has_windows else NO_WINDOW
     missing = MISSING_FIELDS.get(keys.graph, ())
     return {name: value for name, value in config.items() if name not in missing}
 
@@ -251,7 +257,9 @@ def _llama3(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
                 "original_max_position_embeddings": LLAMA3_LENGTH,
                 **LLAMA3,
             }
-    raise ConfigError(f"{keys.source}: its RoPE factors match no published Llama 3; import the original folder")
+    raise ConfigError(
+        f"{keys.source}: its RoPE factors match no published Llama 3 or EXAONE 4; import the original folder"
+    )
 
 
 class Key(NamedTuple):
@@ -438,7 +446,7 @@ def _lfm2(keys: Keys, shapes: Shapes) -> FieldTable:
 
 
 def _afmoe(keys: Keys, shapes: Shapes) -> FieldTable:
-    keys.expect_same("attention.sliding_window_pattern", WINDOWED[keys.graph])  # of RoPE whatever it says
+    keys.expect_same("attention.sliding_window_pattern", keys.assumed.full_attention_period)  # of RoPE whatever it says
     keys.require(f"{keys.graph}.expert_weights_norm", bool)
     keys.expect_same("expert_weights_norm", True)
     return {
@@ -519,12 +527,7 @@ ARCHITECTURE_FIELDS: dict[str, FieldTable | Callable[[Keys, Shapes], FieldTable]
     "glm4": GLM | {"model_type": "glm4"},  # with norms after the branches
     "chatglm": GLM,
     "glm4moe": GLM | DEEPSEEK_EXPERTS | {"model_type": "glm4_moe", "use_qk_norm": Present("attn_q_norm.weight")},
-    "exaone4": {
-        "model_type": "exaone4",
-        "sliding_window": lambda keys, _: (
-            keys.of_graph("attention.sliding_window", 4096) or None if keys.number("block_count") == 64 else None
-        ),
-    },
+    "exaone4": {"model_type": "exaone4", "sliding_window": Key("attention.sliding_window", 4096)},
     "seed_oss": {"model_type": "seed_oss", **ATTENTION_BIAS, **NO_DROPOUT},
     "stablelm": {
         "model_type": "stablelm", "partial_rotary_factor": _rotary_factor, "layer_norm_eps": LAYER_NORM_EPS,

@@ -19,7 +19,8 @@ def expert_keys(config: ConfigFields) -> ConfigFields:
 def local_keys(config: ConfigFields) -> ConfigFields:
     """Of windows and soft caps."""
     caps = {name: float(config[name]) for name in SOFTCAPS if config.get(name)}
-    return {"attention.sliding_window": config["sliding_window"]} | caps
+    window = {"attention.sliding_window": config["sliding_window"]} if config.get("sliding_window") else {}
+    return window | caps
 
 
 def shared_expert_keys(config: ConfigFields) -> ConfigFields:
@@ -213,5 +214,4 @@ def lfm2_keys(config: ConfigFields) -> ConfigFields:
 
 def cohere_keys(config: ConfigFields) -> ConfigFields:
     """Of the logits' multiplier and windows."""
-    window = {"attention.sliding_window": config["sliding_window"]} if "sliding_window" in config else {}
-    return {"logit_scale": float(config["logit_scale"]), **window}
+    return {"logit_scale": float(config["logit_scale"])} | local_keys(config)

@@ -79,6 +79,7 @@ def ropes_of(design: ModelConfig) -> tuple[RopeConfig, RopeConfig | None]:
 
 def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architecture) -> Iterator[Mismatch]:
     """Where a design that matches the family differs from what llama.cpp's graph assumes."""
+    graph = graph.of_depth(design.depth)
     for name, (path, required) in graph.fixed_fields.items():
         actual = config.get(name, required)
         if actual != required:
