@@ -16,6 +16,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.family import CONCATENATED, Family, TensorTransform, WeightMap, interleaved_by_group, reshaped
 from heddle.exchange.gguf.keys_from_config import (
     SIGMOID,
+    SOFTMAX,
     ConfigFields,
     afmoe_keys,
     cohere_keys,
@@ -201,7 +202,9 @@ class Architecture:
     norms, if the family has them. partial_rope: RoPE may rotate some dims of a head only. nope_period: one in this many
     layers has no positions; 0: every layer has positions. latent: its attention is latent attention. tiled_values:
     heads of values lie key head by key head, the first of each, then the second. encoder: it has no language head, and
-    pools the outputs of a text.
+    pools the outputs of a text. gating: llama.cpp's number of the function of router logits, where the family has one.
+    factor_without_type: a factor of RoPE scales layers with a window also where the type of scaling is none.
+    kv_heads_by_layer: its file has the number of key heads of each layer.
     """
 
     name: str
@@ -229,6 +232,9 @@ class Architecture:
     latent: bool = False
     tiled_values: bool = False
     encoder: bool = False
+    gating: int | None = None
+    factor_without_type: bool = False
+    kv_heads_by_layer: bool = False
 
     def of_depth(self, depth: int) -> "Architecture":
         """The graph of models of this depth."""
@@ -364,6 +370,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         requires_softcaps=True,
         width_scaled_depth=46,
         rope_scalings=(),
+        factor_without_type=True,
     ),
     "gemma3_text": Architecture(
         "gemma3",
@@ -434,7 +441,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4": Architecture("glm4", SILU, names=FUSED_GATE, partial_rope=True),
     "glm": Architecture("chatglm", SILU, names=FUSED_GATE, partial_rope=True, square_heads=True),
     "glm4_moe": Architecture(
-        "glm4moe", SILU, extra_keys=deepseek_keys, names=POST_ATTENTION, partial_rope=True, moe_to_the_end=True
+        "glm4moe",
+        SILU,
+        extra_keys=deepseek_keys,
+        names=POST_ATTENTION,
+        partial_rope=True,
+        moe_to_the_end=True,
+        gating=SIGMOID,
     ),
     "exaone4": Architecture(
         "exaone4",
@@ -466,21 +479,28 @@ ARCHITECTURES: dict[str, Architecture] = {
         extra_keys=deepseek_keys,
         grouped_heads=False,
         moe_to_the_end=True,
+        gating=SIGMOID,
     ),
     "ernie4_5_moe": Architecture(
         "ernie4_5-moe",
         SILU | {"use_bias": ("layers.*.mixer.bias", False)},
         extra_keys=ernie_keys,
         moe_to_the_end=True,
+        gating=SOFTMAX,
     ),
     "hunyuan_v1_moe": Architecture(
-        "hunyuan-moe", SILU | NO_ATTENTION_BIAS, extra_keys=hunyuan_keys, rope_scalings=LLAMA_SCALINGS
+        "hunyuan-moe",
+        SILU | NO_ATTENTION_BIAS,
+        extra_keys=hunyuan_keys,
+        rope_scalings=LLAMA_SCALINGS,
+        gating=SOFTMAX,
     ),
     "minimax_m2": Architecture(
         "minimax-m2",
         SILU | UNTIED,
-        extra_keys=lambda config: expert_keys(config) | {"expert_gating_func": SIGMOID},
+        extra_keys=expert_keys,
         partial_rope=True,
+        gating=SIGMOID,
     ),
     "afmoe": Architecture(
         "afmoe",
@@ -490,6 +510,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         full_attention_period=4,
         moe_to_the_end=True,
         rope_scalings=(),
+        gating=SIGMOID,
+        factor_without_type=True,
     ),
     "gpt_oss": Architecture(
         "gpt-oss",
@@ -503,6 +525,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         names=POST_ATTENTION,
         full_attention_period=2,
         scaled_windows=True,
+        factor_without_type=True,
     ),
     "deepseek_v2": replace(
         DEEPSEEK,
@@ -521,6 +544,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         names={"final_norm.norm": "token_embd_norm"},
         square_heads=True,
         rope_scalings=(),
+        kv_heads_by_layer=True,
     ),
     "ministral3": Architecture(
         "mistral3",
@@ -550,6 +574,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         interleaved_rope=True,
         any_scale=True,
         assumed=_mamba2_twice_as_wide,
+        kv_heads_by_layer=True,
     ),
     "mamba2": Architecture("mamba2", extra_keys=mamba2_keys, assumed=_mamba2),
     "falcon": Architecture(
