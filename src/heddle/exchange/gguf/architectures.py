@@ -191,8 +191,9 @@ class Architecture:
     interleaved_rope: it rotates dims (2i, 2i + 1), so the rows of q and k are reordered. norm_plus_one: its norms
     multiply by the weight, but the family's by 1 + weight, so 1 is added. full_attention_period: one in this many
     layers has no window, and all others have one; None: no layer has a window. windowed_depth: only models of this
-    depth have windows, and in others every layer has positions. scaled_windows: layers with a window have the RoPE
-    scaling of the others; else they have none. requires_softcaps: it always caps scores and logits.
+    depth have windows, and in others every layer has positions. window_base: of RoPE in layers with a window: its own,
+    the same, or the same whatever the file says ("ignored"). scaled_windows: layers with a window have the RoPE scaling
+    of the others; else they have none. requires_softcaps: it always caps scores and logits.
     width_scaled_depth: models of this depth scale scores by 1 / sqrt(width / heads) instead of 1 / sqrt(head_dim), as
     the largest Gemmas. any_scale: scores may have any scale. assumed: (path, value, value that it assumes) of a
     resolved design. square_heads: width must be heads · head_dim. grouped_heads: several heads may share keys and
@@ -215,6 +216,7 @@ class Architecture:
     norm_plus_one: bool = False
     full_attention_period: int | None = None
     windowed_depth: int | None = None
+    window_base: str = "same"
     scaled_windows: bool = False
     requires_softcaps: bool = False
     width_scaled_depth: int | None = None
@@ -330,8 +332,6 @@ DEEPSEEK = Architecture(
     moe_to_the_end=True,
     rope_scalings=(YarnConfig,),
 )
-# The graph that has another base of RoPE in layers with a window, and one that reads no such key.
-TWO_BASES, ONE_BASE = "gemma3", "olmo2"
 # What llama.cpp's graphs of other families leave out.
 LEFT_OUT = {
     "nemotron_h": "the least time step of Mamba-2",
@@ -378,6 +378,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         extra_keys=local_keys,
         norm_plus_one=True,
         full_attention_period=6,
+        window_base="own",
         width_scaled_depth=62,
         rope_scalings=(LinearConfig,),
     ),
@@ -388,6 +389,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         extra_keys=local_keys,
         names=REORDERED,
         full_attention_period=4,
+        window_base="ignored",
         square_heads=True,
     ),
     "smollm3": Architecture("smollm3", SILU | NO_ATTENTION_BIAS | NO_MLP_BIAS, interleaved_rope=True, nope_period=4),

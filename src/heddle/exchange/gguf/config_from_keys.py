@@ -9,7 +9,7 @@ import numpy as np
 
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import short_repr
-from heddle.exchange.gguf.architectures import ARCHITECTURES, INNER_EPS, ONE_BASE, TWO_BASES, Architecture
+from heddle.exchange.gguf.architectures import ARCHITECTURES, INNER_EPS, Architecture
 from heddle.exchange.gguf.keys_from_config import SIGMOID, SOFTMAX
 from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import MAX_LAYERS
@@ -18,6 +18,7 @@ from heddle.parts.scalings.llama3 import Llama3Config
 
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
+# Of several families with one graph, the last, which has what the others lack.
 GRAPHS = {graph.name: graph for graph in ARCHITECTURES.values()}
 # Keys of RoPE that llama.cpp reads and heddle has one value for.
 ROPE_FIXED = {
@@ -130,7 +131,7 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
         raise ConfigError(
             f"{keys.source}: key '{keys.graph}.attention.causal' is false; heddle reads causal models only"
         )
-    if keys.graph not in (TWO_BASES, ONE_BASE):
+    if keys.assumed.window_base == "same":
         keys.expect_same("rope.freq_base_swa", keys.of_graph("rope.freq_base", 10000.0))
     keys.expect_same("rope.dimension_count_swa", keys.of_graph("rope.dimension_count", keys.head_dim))
     if keys.assumed.gating is not None:
