@@ -21,11 +21,6 @@ from heddle.tokenization.tokenizer import Tokenizer
 DESIGN_KEY = "heddle"
 # Written as null, because transformers would fill in the family's default ids for absent fields.
 NULL_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-# Families whose classes refuse null for the first token and for padding; their defaults lie beyond a small vocabulary.
-WITHOUT_NULL = {
-    "cwm": ("bos_token_id",),
-    **dict.fromkeys(("emu3_text_model", "modernbert-decoder"), ("bos_token_id", "pad_token_id")),
-}
 
 
 def export(
@@ -54,7 +49,6 @@ def export(
     tensors = HFTensors(match.family, model)
     text_files, token_ids = write_tokenizer_files(tokenizer, imported)
     config = _full_config(match, model, _with_family_length(match, model, preserved) | token_ids)
-    config |= {name: 0 for name in WITHOUT_NULL.get(match.family.model_type, ()) if config.get(name) is None}
     documents = text_files | dict(match.family.documents) | {CONFIG_FILE: to_json(config)}
     write_folder(
         Path(folder),
@@ -116,4 +110,5 @@ def _full_config(match: FamilyMatch, model: Decoder, preserved: dict[str, Any]) 
     header = {"architectures": [match.architecture], "model_type": match.family.model_type}
     design = {"design": model.config.dump()}
     stored = design if "design" in match.config else {DESIGN_KEY: design}
-    return dict(sorted((header | {"dtype": dtype, "torch_dtype": dtype} | match.config | preserved | stored).items()))
+    own = {name: value for name, value in preserved.items() if value is not None or name not in match.config}
+    return dict(sorted((header | {"dtype": dtype, "torch_dtype": dtype} | match.config | own | stored).items()))

@@ -158,9 +158,9 @@ def read_cwm(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_cwm(design: ModelConfig) -> dict[str, Any]:
-    # Its class loads no config without a window, which layers of the type without one ignore.
+    # Its class loads no config without a window, which layers of the type without one ignore, or a first token.
     fields = _common.write_unbiased_decoder(design, "mlp_bias", "layer_types")
-    return fields | {"sliding_window": design_parts.first_window(design) or CWM_WINDOW}
+    return fields | {"sliding_window": design_parts.first_window(design) or CWM_WINDOW, "bos_token_id": 0}
 
 
 CWM = Family("cwm", "CwmForCausalLM", read_cwm, write_cwm, _common.map_weights)
@@ -571,7 +571,7 @@ def read_emu3(config: ConfigReader) -> dict[str, Any]:
 
 
 def write_emu3(design: ModelConfig) -> dict[str, Any]:
-    return _common.write_decoder(design, "mlp_bias")
+    return _common.write_decoder(design, "mlp_bias") | {"bos_token_id": 0, "pad_token_id": 0}  # no null in its class
 
 
 EMU3 = Family("emu3_text_model", "Emu3ForCausalLM", read_emu3, write_emu3, _common.map_weights)

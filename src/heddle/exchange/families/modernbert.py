@@ -151,7 +151,8 @@ def read_decoder(config: ConfigReader) -> dict[str, Any]:
 
 def write_decoder(design: ModelConfig) -> dict[str, Any]:
     fields = write_modernbert(design, DECODER_BASE)
-    return fields | {"sliding_window": fields["local_attention"] // 2}
+    # Its class takes no null for ids, and its own lie beyond a small vocabulary.
+    return fields | {"sliding_window": fields["local_attention"] // 2, "bos_token_id": 0, "pad_token_id": 0}
 
 
 DECODER = replace(

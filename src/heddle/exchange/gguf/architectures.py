@@ -16,6 +16,7 @@ from heddle.exchange import design_parts
 from heddle.exchange.family import CONCATENATED, Family, TensorTransform, WeightMap, interleaved_by_group, reshaped
 from heddle.exchange.gguf.keys_from_config import (
     SIGMOID,
+    SOFTMAX,
     ConfigFields,
     afmoe_keys,
     cohere_keys,
@@ -190,8 +191,9 @@ class Architecture:
     interleaved_rope: it rotates dims (2i, 2i + 1), so the rows of q and k are reordered. norm_plus_one: its norms
     multiply by the weight, but the family's by 1 + weight, so 1 is added. full_attention_period: one in this many
     layers has no window, and all others have one; None: no layer has a window. windowed_depth: only models of this
-    depth have windows, and in others every layer has positions. scaled_windows: layers with a window have the RoPE
-    scaling of the others; else they have none. requires_softcaps: it always caps scores and logits.
+    depth have windows, and in others every layer has positions. window_base: of RoPE in layers with a window: its own,
+    the same, or the same whatever the file says ("ignored"). scaled_windows: layers with a window have the RoPE scaling
+    of the others; else they have none. requires_softcaps: it always caps scores and logits.
     width_scaled_depth: models of this depth scale scores by 1 / sqrt(width / heads) instead of 1 / sqrt(head_dim), as
     the largest Gemmas. any_scale: scores may have any scale. assumed: (path, value, value that it assumes) of a
     resolved design. square_heads: width must be heads · head_dim. grouped_heads: several heads may share keys and
@@ -201,7 +203,9 @@ class Architecture:
     norms, if the family has them. partial_rope: RoPE may rotate some dims of a head only. nope_period: one in this many
     layers has no positions; 0: every layer has positions. latent: its attention is latent attention. tiled_values:
     heads of values lie key head by key head, the first of each, then the second. encoder: it has no language head, and
-    pools the outputs of a text.
+    pools the outputs of a text. gating: llama.cpp's number of the function of router logits, where the family has one.
+    factor_without_type: a factor of RoPE scales layers with a window also where the type of scaling is none.
+    kv_heads_by_layer: its file has the number of key heads of each layer.
     """
 
     name: str
@@ -212,6 +216,7 @@ class Architecture:
     norm_plus_one: bool = False
     full_attention_period: int | None = None
     windowed_depth: int | None = None
+    window_base: str = "same"
     scaled_windows: bool = False
     requires_softcaps: bool = False
     width_scaled_depth: int | None = None
@@ -229,6 +234,9 @@ class Architecture:
     latent: bool = False
     tiled_values: bool = False
     encoder: bool = False
+    gating: int | None = None
+    factor_without_type: bool = False
+    kv_heads_by_layer: bool = False
 
     def of_depth(self, depth: int) -> "Architecture":
         """The graph of models of this depth."""
@@ -324,8 +332,6 @@ DEEPSEEK = Architecture(
     moe_to_the_end=True,
     rope_scalings=(YarnConfig,),
 )
-# The graph that has another base of RoPE in layers with a window, and one that reads no such key.
-TWO_BASES, ONE_BASE = "gemma3", "olmo2"
 # What llama.cpp's graphs of other families leave out.
 LEFT_OUT = {
     "nemotron_h": "the least time step of Mamba-2",
@@ -364,6 +370,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         requires_softcaps=True,
         width_scaled_depth=46,
         rope_scalings=(),
+        factor_without_type=True,
     ),
     "gemma3_text": Architecture(
         "gemma3",
@@ -371,6 +378,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         extra_keys=local_keys,
         norm_plus_one=True,
         full_attention_period=6,
+        window_base="own",
         width_scaled_depth=62,
         rope_scalings=(LinearConfig,),
     ),
@@ -381,6 +389,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         extra_keys=local_keys,
         names=REORDERED,
         full_attention_period=4,
+        window_base="ignored",
         square_heads=True,
     ),
     "smollm3": Architecture("smollm3", SILU | NO_ATTENTION_BIAS | NO_MLP_BIAS, interleaved_rope=True, nope_period=4),
@@ -434,7 +443,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4": Architecture("glm4", SILU, names=FUSED_GATE, partial_rope=True),
     "glm": Architecture("chatglm", SILU, names=FUSED_GATE, partial_rope=True, square_heads=True),
     "glm4_moe": Architecture(
-        "glm4moe", SILU, extra_keys=deepseek_keys, names=POST_ATTENTION, partial_rope=True, moe_to_the_end=True
+        "glm4moe",
+        SILU,
+        extra_keys=deepseek_keys,
+        names=POST_ATTENTION,
+        partial_rope=True,
+        moe_to_the_end=True,
+        gating=SIGMOID,
     ),
     "exaone4": Architecture(
         "exaone4",
@@ -466,21 +481,28 @@ ARCHITECTURES: dict[str, Architecture] = {
         extra_keys=deepseek_keys,
         grouped_heads=False,
         moe_to_the_end=True,
+        gating=SIGMOID,
     ),
     "ernie4_5_moe": Architecture(
         "ernie4_5-moe",
         SILU | {"use_bias": ("layers.*.mixer.bias", False)},
         extra_keys=ernie_keys,
         moe_to_the_end=True,
+        gating=SOFTMAX,
     ),
     "hunyuan_v1_moe": Architecture(
-        "hunyuan-moe", SILU | NO_ATTENTION_BIAS, extra_keys=hunyuan_keys, rope_scalings=LLAMA_SCALINGS
+        "hunyuan-moe",
+        SILU | NO_ATTENTION_BIAS,
+        extra_keys=hunyuan_keys,
+        rope_scalings=LLAMA_SCALINGS,
+        gating=SOFTMAX,
     ),
     "minimax_m2": Architecture(
         "minimax-m2",
         SILU | UNTIED,
-        extra_keys=lambda config: expert_keys(config) | {"expert_gating_func": SIGMOID},
+        extra_keys=expert_keys,
         partial_rope=True,
+        gating=SIGMOID,
     ),
     "afmoe": Architecture(
         "afmoe",
@@ -490,6 +512,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         full_attention_period=4,
         moe_to_the_end=True,
         rope_scalings=(),
+        gating=SIGMOID,
+        factor_without_type=True,
     ),
     "gpt_oss": Architecture(
         "gpt-oss",
@@ -503,6 +527,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         names=POST_ATTENTION,
         full_attention_period=2,
         scaled_windows=True,
+        factor_without_type=True,
     ),
     "deepseek_v2": replace(
         DEEPSEEK,
@@ -521,6 +546,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         names={"final_norm.norm": "token_embd_norm"},
         square_heads=True,
         rope_scalings=(),
+        kv_heads_by_layer=True,
     ),
     "ministral3": Architecture(
         "mistral3",
@@ -550,6 +576,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         interleaved_rope=True,
         any_scale=True,
         assumed=_mamba2_twice_as_wide,
+        kv_heads_by_layer=True,
     ),
     "mamba2": Architecture("mamba2", extra_keys=mamba2_keys, assumed=_mamba2),
     "falcon": Architecture(

@@ -9,7 +9,7 @@ import numpy as np
 
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.config_reader import short_repr
-from heddle.exchange.gguf.architectures import ARCHITECTURES, INNER_EPS, ONE_BASE, TWO_BASES, Architecture
+from heddle.exchange.gguf.architectures import ARCHITECTURES, INNER_EPS, Architecture
 from heddle.exchange.gguf.keys_from_config import SIGMOID, SOFTMAX
 from heddle.exchange.rope import FULL, SLIDING
 from heddle.model.config import MAX_LAYERS
@@ -18,38 +18,8 @@ from heddle.parts.scalings.llama3 import Llama3Config
 
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name
-# Graphs whose RoPE may rotate some dims of a head only.
-PARTIAL_ROPE = (
-    "phi2", "phi3", "gptneox", "glm4", "chatglm", "glm4moe", "stablelm", "minimax-m2", "deepseek2",
-    "qwen3next", "qwen35",
-)  # fmt: skip
-# Fields that the families of these graphs do not have.
-MISSING_FIELDS = {
-    "phi2": ("rms_norm_eps",),
-    "gpt2": ("head_dim", "intermediate_size", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_theta"),
-    "gptneox": ("head_dim", "num_key_value_heads", "rms_norm_eps"),
-    "command-r": ("rms_norm_eps",),
-    "cohere2": ("rms_norm_eps",),
-    "bert": ("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_theta"),
-    "stablelm": ("rms_norm_eps",),
-    "starcoder2": ("rms_norm_eps",),
-    "olmo": ("rms_norm_eps",),
-    "jais2": ("rms_norm_eps",),
-    "deepseek2": ("head_dim", "num_key_value_heads"),
-    "lfm2": ("rms_norm_eps",),
-    "falcon": ("head_dim", "intermediate_size", "num_key_value_heads", "rms_norm_eps"),
-    "bloom": ("head_dim", "intermediate_size", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_theta"),
-    "starcoder": (
-        "head_dim", "intermediate_size", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_theta",
-    ),
-    "mamba2": (
-        "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters",
-        "rope_theta",
-    ),
-}  # fmt: skip
+# Of several families with one graph, the last, which has what the others lack.
 GRAPHS = {graph.name: graph for graph in ARCHITECTURES.values()}
-YARN_LOG = {graph.name: graph.yarn_log or 1.0 for graph in ARCHITECTURES.values() if graph.latent}
-READS_YARN_LOG = {graph.name for graph in ARCHITECTURES.values() if graph.latent or graph.yarn_log is not None}
 # Keys of RoPE that llama.cpp reads and heddle has one value for.
 ROPE_FIXED = {
     "alpha": 0.0,
@@ -59,12 +29,6 @@ ROPE_FIXED = {
     "yarn_beta_fast": 32.0,
     "yarn_beta_slow": 1.0,
 }
-GATING = {  # llama.cpp's number of the function of router logits, where the family has one
-    **dict.fromkeys(("afmoe", "dots1", "glm4moe", "minimax-m2"), SIGMOID),
-    **dict.fromkeys(("ernie4_5-moe", "hunyuan-moe"), SOFTMAX),
-}
-SCALED_BY_FACTOR = ("afmoe", "gemma2", "gpt-oss")  # in layers with a window, also where the type of scaling is none
-KV_HEADS_BY_LAYER = ("lfm2", "granitehybrid")
 GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
 # Of the scalings that Llama 3 and EXAONE 4 were published with; a GGUF holds its factors alone.
 LLAMA3_FACTORS = (8.0, 16.0, 32.0)
@@ -145,6 +109,7 @@ class Keys:
 
 
 Entry = Any  # a field's value: a function of the keys and the shapes, such as a `Key`, or a constant
+ABSENT: Entry = object()  # of a field that all others have
 FieldTable = dict[str, Any]  # of these
 
 
@@ -162,33 +127,31 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
         )
     if "token_embd.weight" not in shapes:
         raise CheckpointError(f"{keys.source}: tensor 'token_embd.weight' is missing; download it again")
-    if keys.graph != "bert" and not keys.of_graph("attention.causal", True):
+    if not keys.assumed.encoder and not keys.of_graph("attention.causal", True):
         raise ConfigError(
             f"{keys.source}: key '{keys.graph}.attention.causal' is false; heddle reads causal models only"
         )
-    if keys.graph not in (TWO_BASES, ONE_BASE):
+    if keys.assumed.window_base == "same":
         keys.expect_same("rope.freq_base_swa", keys.of_graph("rope.freq_base", 10000.0))
     keys.expect_same("rope.dimension_count_swa", keys.of_graph("rope.dimension_count", keys.head_dim))
-    if keys.graph in GATING:
-        keys.expect_same("expert_gating_func", GATING[keys.graph])
+    if keys.assumed.gating is not None:
+        keys.expect_same("expert_gating_func", keys.assumed.gating)
     config, table = _common_fields(keys, shapes), ARCHITECTURE_FIELDS[keys.graph]
     own = table(keys, shapes) if callable(table) else table
     config |= {name: entry(keys, shapes) if callable(entry) else entry for name, entry in own.items()}
     if config.get("sliding_window"):
         has_windows = keys.assumed.full_attention_period is not None
         config |= {"layer_types": keys.layer_types(config["num_hidden_layers"])} if has_windows else NO_WINDOW
-    missing = MISSING_FIELDS.get(keys.graph, ())
-    return {name: value for name, value in config.items() if name not in missing}
+    return {name: value for name, value in config.items() if value is not ABSENT}
 
 
 def _common_fields(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    graph, head_dim, heads = keys.graph, keys.head_dim, keys.number("attention.head_count")
-    value_length = () if graph == "deepseek2" else ("attention.value_length",)
-    for name in (*value_length, *(() if graph in PARTIAL_ROPE else ("rope.dimension_count",))):
-        if keys.of_graph(name, head_dim) != head_dim:
-            raise ConfigError(f"{keys.source}: key '{graph}.{name}' should be key_length = {head_dim}")
+    graph, head_dim, heads = keys.assumed, keys.head_dim, keys.number("attention.head_count")
+    for name, is_free in (("attention.value_length", graph.latent), ("rope.dimension_count", graph.partial_rope)):
+        if not is_free and keys.of_graph(name, head_dim) != head_dim:
+            raise ConfigError(f"{keys.source}: key '{keys.graph}.{name}' should be key_length = {head_dim}")
     theta = keys.of_graph("rope.freq_base", 10000.0)
-    by_layer = graph in KV_HEADS_BY_LAYER
+    by_layer = graph.kv_heads_by_layer
     kv_heads = max(keys.of_graph("attention.head_count_kv", [heads]), default=0) or heads if by_layer else 0
     return {
         "vocab_size": shapes["token_embd.weight"][0],
@@ -218,7 +181,7 @@ def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
             )
     if keys.rope_factors:
         return _llama3(keys, theta, head_dim)
-    if kind == "none" and factor != 1.0 and keys.graph in SCALED_BY_FACTOR:
+    if kind == "none" and factor != 1.0 and keys.assumed.factor_without_type:
         for name in ("rope.scaling.factor", "rope.scale_linear"):
             keys.expect_same(name, 1.0)
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -230,10 +193,10 @@ def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
         multiplier = keys.of_graph("rope.scaling.yarn_log_multiplier", 0.0)
-        if multiplier != 0.0 and keys.graph in READS_YARN_LOG:
-            all_dim = _decimal(multiplier / YARN_LOG.get(keys.graph, 1.0))
-            scaling |= {"mscale": all_dim if keys.graph in YARN_LOG else 1.0, "mscale_all_dim": all_dim}
-        elif keys.graph in YARN_LOG:
+        if multiplier != 0.0 and keys.assumed.yarn_log is not None:
+            all_dim = _decimal(multiplier / keys.assumed.yarn_log)
+            scaling |= {"mscale": all_dim if keys.assumed.latent else 1.0, "mscale_all_dim": all_dim}
+        elif keys.assumed.latent:
             key = f"{keys.graph}.rope.scaling.yarn_log_multiplier"
             raise ConfigError(
                 f"{keys.source}: key '{key}' is {multiplier}; heddle needs one; import the original folder"
@@ -292,6 +255,8 @@ def _rotary_factor(keys: Keys, shapes: Shapes) -> float:
 ATTENTION_BIAS = {"attention_bias": Present("attn_q.bias")}
 BIASES = ATTENTION_BIAS | {"mlp_bias": Present("ffn_down.bias")}
 LAYER_NORM_EPS = Key("attention.layer_norm_epsilon", 1e-5)
+LAYER_NORM = {"layer_norm_eps": LAYER_NORM_EPS, "rms_norm_eps": ABSENT}
+NO_ROPE = dict.fromkeys(("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_theta"), ABSENT)
 RMS_NORM_EPS = Key("attention.layer_norm_rms_epsilon", 1e-5)
 WINDOW = Key("attention.sliding_window")
 COUNT, USED, EXPERT_WIDTH = Key("expert_count"), Key("expert_used_count"), Key("expert_feed_forward_length")
@@ -319,9 +284,9 @@ GRANITE = {
 }
 GPT2 = {
     "model_type": "gpt2", "n_inner": Key("feed_forward_length"), "layer_norm_epsilon": LAYER_NORM_EPS,
-    "activation_function": "gelu_new",
+    "activation_function": "gelu_new", "intermediate_size": ABSENT, **NO_ROPE,
 }  # fmt: skip
-COHERE = {"model_type": "cohere", "logit_scale": Key("logit_scale", 0.0625), "layer_norm_eps": LAYER_NORM_EPS}
+COHERE = {"model_type": "cohere", "logit_scale": Key("logit_scale", 0.0625), **LAYER_NORM}
 GLM = {"model_type": "glm", "partial_rotary_factor": _rotary_factor, **ATTENTION_BIAS}
 # Of a recurrent mixer: heads, head_dim, state, groups and kernel.
 STATE_SIZES: tuple[Entry, ...] = (
@@ -382,6 +347,7 @@ def _deepseek(keys: Keys, shapes: Shapes) -> FieldTable:
         "qk_rope_head_dim": rope_dim,
         "qk_nope_head_dim": keys.number("attention.key_length_mla") - rope_dim,
         "v_head_dim": Key("attention.value_length_mla"),
+        **dict.fromkeys(("head_dim", "num_key_value_heads"), ABSENT),
     }
     if keys.of_graph("expert_gating_func", 0) == SIGMOID:
         return config
@@ -442,7 +408,7 @@ def _lfm2(keys: Keys, shapes: Shapes) -> FieldTable:
     kv_heads = keys.require(f"{keys.graph}.attention.head_count_kv", list)
     types = ["full_attention" if heads else "conv" for heads in kv_heads]
     own = {"conv_L_cache": Key("shortconv.l_cache"), "norm_eps": RMS_NORM_EPS, "block_auto_adjust_ff_dim": False}
-    return {"model_type": "lfm2", "layer_types": types, **own}
+    return {"model_type": "lfm2", "layer_types": types, "rms_norm_eps": ABSENT, **own}
 
 
 def _afmoe(keys: Keys, shapes: Shapes) -> FieldTable:
@@ -474,6 +440,7 @@ def _falcon(keys: Keys, shapes: Shapes) -> FieldTable:
         "multi_query": kv_heads == 1,
         "num_kv_heads": kv_heads if is_new else heads,
         "num_ln_in_parallel_attn": norms if is_new else None,
+        **dict.fromkeys(("head_dim", "intermediate_size", "num_key_value_heads", "rms_norm_eps"), ABSENT),
     }
 
 
@@ -504,19 +471,18 @@ ARCHITECTURE_FIELDS: dict[str, FieldTable | Callable[[Keys, Shapes], FieldTable]
     "smollm3": {"model_type": "smollm3"},
     "phi3": {"model_type": "phi3", "partial_rotary_factor": _rotary_factor, "sliding_window": None},
     "phi2": {
-        "model_type": "phi", "partial_rotary_factor": _rotary_factor, "layer_norm_eps": LAYER_NORM_EPS,
-        "hidden_act": "gelu_new",
+        "model_type": "phi", "partial_rotary_factor": _rotary_factor, "hidden_act": "gelu_new", **LAYER_NORM,
     },
     "gpt2": GPT2,
     "gptneox": {
         "model_type": "gpt_neox", "rotary_pct": _rotary_factor, "rotary_emb_base": Key("rope.freq_base", 10000.0),
-        "layer_norm_eps": LAYER_NORM_EPS, "hidden_act": "gelu_pytorch_tanh",
-        "use_parallel_residual": Key("use_parallel_residual", True),
+        "hidden_act": "gelu_pytorch_tanh", "use_parallel_residual": Key("use_parallel_residual", True),
+        **dict.fromkeys(("head_dim", "num_key_value_heads"), ABSENT), **LAYER_NORM,
     },
     "command-r": COHERE,
     "cohere2": COHERE | {"model_type": "cohere2", "sliding_window": WINDOW},
     "bert": {
-        "model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu",
+        "model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu", **NO_ROPE,
         "layer_norm_eps": Key("attention.layer_norm_epsilon", 1e-12),
         "max_position_embeddings": lambda _, shapes: shapes.get("position_embd.weight", (512,))[0],
         "type_vocab_size": lambda _, shapes: shapes.get("token_types.weight", (2,))[0],
@@ -530,12 +496,15 @@ ARCHITECTURE_FIELDS: dict[str, FieldTable | Callable[[Keys, Shapes], FieldTable]
     "exaone4": {"model_type": "exaone4", "sliding_window": Key("attention.sliding_window", 4096)},
     "seed_oss": {"model_type": "seed_oss", **ATTENTION_BIAS, **NO_DROPOUT},
     "stablelm": {
-        "model_type": "stablelm", "partial_rotary_factor": _rotary_factor, "layer_norm_eps": LAYER_NORM_EPS,
+        "model_type": "stablelm", "partial_rotary_factor": _rotary_factor, **LAYER_NORM,
         "use_qkv_bias": Present("attn_q.bias"), "qk_layernorm": Present("attn_q_norm.weight"),
         "use_parallel_residual": lambda _, shapes: "blk.0.ffn_norm.weight" not in shapes,
     },
-    "starcoder2": {"model_type": "starcoder2", "norm_epsilon": LAYER_NORM_EPS},
-    "olmo": {"model_type": "olmo", "clip_qkv": lambda keys, _: keys.fields.get("olmo.attention.clamp_kqv")},
+    "starcoder2": {"model_type": "starcoder2", "norm_epsilon": LAYER_NORM_EPS, "rms_norm_eps": ABSENT},
+    "olmo": {
+        "model_type": "olmo", "clip_qkv": lambda keys, _: keys.fields.get("olmo.attention.clamp_kqv"),
+        "rms_norm_eps": ABSENT,
+    },
     "dots1": {"model_type": "dots1", **DEEPSEEK_EXPERTS, "sliding_window": None},
     "ernie4_5-moe": {
         "model_type": "ernie4_5_moe", "use_bias": False, "moe_num_experts": COUNT, "moe_k": USED,
@@ -562,19 +531,21 @@ ARCHITECTURE_FIELDS: dict[str, FieldTable | Callable[[Keys, Shapes], FieldTable]
     "qwen3next": _qwen3_next,
     "qwen35": _delta,
     "granitehybrid": _granite_hybrid,
-    "mamba2": {
+    "mamba2": NO_ROPE | {
         "model_type": "mamba2",
         **dict(zip(("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"), STATE_SIZES, strict=True)),
         "expand": lambda keys, _: keys.number("ssm.inner_size") // max(keys.number("embedding_length"), 1),
-        "layer_norm_epsilon": RMS_NORM_EPS,
+        "layer_norm_epsilon": RMS_NORM_EPS, "intermediate_size": ABSENT, "num_attention_heads": ABSENT,
     },
     "falcon": _falcon,
-    "bloom": {"model_type": "bloom", "layer_norm_epsilon": LAYER_NORM_EPS},
+    "bloom": NO_ROPE | {
+        "model_type": "bloom", "layer_norm_epsilon": LAYER_NORM_EPS, "intermediate_size": ABSENT,
+    },
     "starcoder": GPT2 | {
         "model_type": "gpt_bigcode", "activation_function": "gelu_pytorch_tanh",
         "multi_query": lambda keys, _: (
             keys.of_graph("attention.head_count_kv", keys.number("attention.head_count")) == 1
         ),
     },
-    "jais2": {"model_type": "jais2", "layer_norm_eps": LAYER_NORM_EPS},
+    "jais2": {"model_type": "jais2", **LAYER_NORM},
 }  # fmt: skip

@@ -130,6 +130,7 @@ def _model_keys(
         ),
         "vocab_size": design.vocab_size,
         **_rope_keys(model.config, head_dim, graph.yarn_log),
+        **({} if graph.gating is None else {"expert_gating_func": graph.gating}),
         **graph.extra_keys(config),
     }
     return {"general.type": "model"} | {f"{graph.name}.{name}": value for name, value in keys.items()}

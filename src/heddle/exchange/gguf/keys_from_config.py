@@ -28,9 +28,7 @@ def shared_expert_keys(config: ConfigFields) -> ConfigFields:
     return expert_keys(config) | {"expert_shared_feed_forward_length": config["shared_expert_intermediate_size"]}
 
 
-def _routed_keys(
-    experts: int, top_k: int, hidden: int, *, shared: int = 0, dense: int = 0, sigmoid: bool = True
-) -> ConfigFields:
+def _routed_keys(experts: int, top_k: int, hidden: int, *, shared: int = 0, dense: int = 0) -> ConfigFields:
     """Of routed experts, `hidden` wide, after some dense layers. shared: the width of the shared expert."""
     return {
         "expert_count": experts,
@@ -38,7 +36,6 @@ def _routed_keys(
         "expert_feed_forward_length": hidden,
         "expert_shared_count": shared // hidden,
         "expert_shared_feed_forward_length": shared,
-        "expert_gating_func": SIGMOID if sigmoid else SOFTMAX,
         "leading_dense_block_count": dense,
     }
 
@@ -54,8 +51,8 @@ def deepseek_keys(config: ConfigFields) -> ConfigFields:
             hidden,
             shared=hidden * config["n_shared_experts"],
             dense=config["first_k_dense_replace"],
-            sigmoid=config["scoring_func"] == "sigmoid",
         ),
+        "expert_gating_func": SIGMOID if config["scoring_func"] == "sigmoid" else SOFTMAX,
         "expert_weights_scale": float(config["routed_scaling_factor"]),
         "expert_weights_norm": config["norm_topk_prob"],
         **(groups if (config.get("n_group") or 1) > (config.get("topk_group") or 1) else {}),
@@ -89,7 +86,6 @@ def ernie_keys(config: ConfigFields) -> ConfigFields:
         hidden,
         shared=hidden * config["moe_num_shared_experts"],
         dense=config["moe_layer_start_index"],
-        sigmoid=False,
     )
     return routed | {"interleave_moe_layer_step": 1}
 
@@ -97,7 +93,7 @@ def ernie_keys(config: ConfigFields) -> ConfigFields:
 def hunyuan_keys(config: ConfigFields) -> ConfigFields:
     """Of Hunyuan's experts."""
     hidden = config["intermediate_size"]
-    return _routed_keys(config["num_experts"], config["moe_topk"], hidden, shared=hidden, sigmoid=False)
+    return _routed_keys(config["num_experts"], config["moe_topk"], hidden, shared=hidden)
 
 
 def afmoe_keys(config: ConfigFields) -> ConfigFields:

@@ -8,7 +8,7 @@ from heddle.errors import ConfigError
 from heddle.exchange import design_parts
 from heddle.exchange.family import families
 from heddle.exchange.family_match import MISSING, FamilyMatch, Mismatch, describe_mismatch, exact_matches, match_family
-from heddle.exchange.gguf.architectures import ARCHITECTURES, LEFT_OUT, POSITION, TWO_BASES, Architecture
+from heddle.exchange.gguf.architectures import ARCHITECTURES, LEFT_OUT, POSITION, Architecture
 from heddle.exchange.gguf.keys_from_config import ConfigFields
 from heddle.model.config import HeadConfig, ModelConfig
 from heddle.parts.positions.rope import RopeConfig
@@ -129,7 +129,7 @@ def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architec
     yield from _rope_mismatches(full, rotary_dim or head_dim, graph)
     if sliding is not None:
         yield from _rope_mismatches(sliding, head_dim, graph if graph.scaled_windows else UNSCALED)
-        if sliding.base != full.base and graph.name != TWO_BASES:
+        if sliding.base != full.base and graph.window_base != "own":
             yield Mismatch(f"{POSITION}.base", sliding.base, full.base)
 
 
