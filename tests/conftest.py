@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from heddle.runtime import DEFAULT_CHOICES, install
+from heddle.training import loop
 from tests import forked
 
 # Compiled files are kept whatever the shell says: else each test process compiles the tests, each command the package.
@@ -67,6 +69,20 @@ def _reset_globals(request: pytest.FixtureRequest) -> Iterator[None]:
     reset_globals()
     yield
     reset_globals()  # fixtures of a wider scope run before those of the next test
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each evaluation of a training, as they are asked for."""
+    read: list[int] = []
+    right = loop.evaluate
+
+    def evaluate(model: Any, job: Any, tokens: int, *others: Any) -> Any:
+        read.append(tokens)
+        return right(model, job, tokens, *others)
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    return read
 
 
 def reset_globals() -> None:

@@ -240,6 +240,21 @@ def parse_length(text: str) -> int:
     return int(match[1]) * (1024 if match[2] else 1)
 
 
+def parse_port(text: str) -> int:
+    """Parse a port, such as 8000; 0 is any free one. Raises ValueError."""
+    if not (text.isdecimal() and int(text) < 2**16):
+        raise ValueError("must be a port from 0 to 65535")
+    return int(text)
+
+
+def parse_text(text: str) -> str:
+    """A text of the command line, whose bytes are UTF-8 in any locale; Python keeps those it cannot decode apart."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError:  # half a surrogate pair, which the tokenizer names
+        return text
+
+
 def shorten(value: object) -> str:
     """A value, cut to fit an error message."""
     text = str(value)

@@ -76,6 +76,16 @@ def interrupted_on_stop_signals(sentence: str | None = None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def delayed_stop_signals() -> Iterator[None]:
+    """Within the block, signals wait for its end, so that files that belong together are all written."""
+    arrived: list[int] = []
+    with _handling(lambda number, frame: arrived.append(number)):
+        yield
+    for number in arrived[:1]:
+        signal.raise_signal(number)
+
+
 def end_on_stop_signals() -> None:
     """From now on, a signal exits the process at once with a message; once its threads have ended, signals are ignored.
 

@@ -332,7 +332,8 @@ def contents(workspace: Path) -> dict[str, bytes]:
         ("train --from {hf} --out {root}/tuned", "hf: is a transformers folder; first `heddle import "),
         ("compare ladder {root}/good.yaml --sequence-length 0", "sequence_length 0: must be at least 1"),
         ("compare {root}/good.yaml --dry-run --out {root}/mine", "holds something else (thesis.tex)"),
-        ("compare {root}/good.yaml --out {root}/mine/thesis.tex", "thesis.tex: is a file"),
+        ("compare {root}/good.yaml --out {root}/mine/thesis.tex", "(it is a file)"),
+        ("compare {root}/good.yaml --dry-run --out {root}/mine/thesis.tex/a", "(it lies below a file)"),
         ("compare ladder {root}/good.yaml --dry-run --out {root}/mine", "holds something else (thesis.tex)"),
         ("train {root}/good.yaml --warmup 1000 --steps 10", "--warmup 1000: is longer than the run of 10 steps"),
         ("inspect {run} --text x --out {root}/mine/thesis.tex", "thesis.tex: is a file, not a page"),
@@ -343,6 +344,10 @@ def contents(workspace: Path) -> dict[str, bytes]:
         ("conformance run {root} --engine heddle --junit {root}/mine/thesis.tex", "thesis.tex: is a file, not a page"),
         ("conformance run {root} --engine heddle --junit {root}/a --page {root}/a", "both name"),
         ("plan {root}/good.yaml --cpu --tokens 1", "--tokens 1: must be a number of at least one step"),
+        ("plan {root}/good.yaml --cpu --batch-size 0", "--batch-size 0: must be at least 1"),
+        ("compare {root}/good.yaml --dry-run --data {root}/empty.txt", "data empty.txt is empty: give"),
+        ("ladder {root}/good.yaml --dry-run --data {root}/empty.txt", "data empty.txt is empty: give"),
+        ("compare {root}/good.yaml --dry-run --port 70000", "--port 70000: must be a port"),
         ("judge init {root}/good.yaml --out {root}/mine", "holds something else (thesis.tex)"),
         ("judge init {root}/good.yaml --out {run}", "holds a training run, not a ledger"),
         ("judge show --out {run}", "holds a training run, not a ledger"),
@@ -377,7 +382,11 @@ def test_what_options_decide_is_refused_before_text_and_weights_are_read(
 
 @pytest.mark.parametrize(
     "words",
-    ["train {root}/good.yaml --out {root}/new/run", "inspect {run} --text x --out {root}/new/page.html"],
+    [
+        "train {root}/good.yaml --out {root}/new/run",
+        "ladder {root}/good.yaml --out {root}/new/run",
+        "inspect {run} --text x --out {root}/new/page.html",
+    ],
 )
 def test_a_place_that_cannot_be_written_is_refused_before_text_and_weights_are_read(
     words: str, workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

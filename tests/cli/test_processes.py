@@ -104,6 +104,15 @@ def test_an_ascii_terminal(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "mixer and feed-forward" in written.getvalue().decode("ascii")
 
 
+def test_text_is_utf_8_in_the_locale_c(workspace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", f"{workspace}/run", "--prompt", "日本", "--max-new-tokens", "2", "--json", "--device", "cpu"]
+    assert run_command(command) == 0
+    expected = capfd.readouterr().out
+    assert '"prompt": "日本"' in expected
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    assert subprocess.check_output([*HEDDLE, *command], env=environment).decode() == expected
+
+
 def in_terminal(command: list[str], **environment: str) -> tuple[int, str]:
     """Run with a terminal of 80 columns as stderr and stdout; returns the exit code and all that it wrote."""
     parent, child = pty.openpty()

@@ -316,24 +316,16 @@ def test_evaluations_and_checkpoints_on_the_way(
 
 
 def test_a_short_training_is_evaluated_on_no_more_than_it_trained_on(
-    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], evaluated: list[int]
 ) -> None:
-    read: list[int] = []
-    right = loop.evaluate
-
-    def evaluate(model: Any, job: Any, tokens: int, *others: Any) -> Any:
-        read.append(tokens)
-        return right(model, job, tokens, *others)
-
-    monkeypatch.setattr(loop, "evaluate", evaluate)
     command = train(workspace, tmp_path, "--steps", "2")
     call(capsys, *command)
     call(capsys, *command)
-    assert read == [2 * 4 * 16] * 2
+    assert evaluated == [2 * 4 * 16] * 2
     saved = read_json_file(tmp_path / RUN_FILE)
     write_json_file(tmp_path / RUN_FILE, {name: value for name, value in saved.items() if name != "final_tokens"})
     call(capsys, *command)
-    assert read[2:] == [loop.FINAL_EVALUATION_TOKENS]  # a run of an earlier version keeps its number
+    assert evaluated[2:] == [loop.FINAL_EVALUATION_TOKENS]  # a run of an earlier version keeps its number
 
 
 def test_options_that_do_not_change_the_result(

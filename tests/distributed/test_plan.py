@@ -349,7 +349,7 @@ def test_a_plan_of_a_cpu_that_multiplies_bfloat16_fast_and_has_little_memory(
     assert (settings.precision, settings.checkpoint_activations) == ("bf16", False)
 
 
-@pytest.mark.parametrize("options", [["--gpus", "2"], ["--gpu", "h200"], ["--dry-run"]])
+@pytest.mark.parametrize("options", [["--gpus", "8"], ["--gpus", "0"], ["--gpu", "h100"], ["--dry-run"]])
 def test_options_of_gpus_beside_a_cpu_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", "preset:gqa-tiny", "--cpu", *options]) == 2
     assert options[0] in capsys.readouterr().err

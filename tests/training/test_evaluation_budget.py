@@ -8,7 +8,6 @@ import pytest
 from heddle.data.recall import parse_recall
 from heddle.storage.checkpoints import checkpoint_steps
 from heddle.storage.run_log import read_log
-from heddle.training import loop
 from heddle.training.evaluation.scores import EarlyStop, EvaluationBudget
 from heddle.training.job import TrainingJob
 from heddle.training.loop import train
@@ -37,18 +36,10 @@ def test_two_evaluations_in_a_row_solve_a_task(values: list[float | None], reach
     assert not never.is_over
 
 
-def test_a_solved_task_ends_and_stays_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    right = loop.evaluate
-
-    def evaluate(model: Any, job: TrainingJob, tokens: int, *others: Any) -> Any:
-        read.append(tokens)
-        return right(model, job, tokens, *others)
-
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+def test_a_solved_task_ends_and_stays_ended(tmp_path: Path, evaluated: list[int]) -> None:
     result = train(job(tmp_path, solved_accuracy=0.0))
     assert result.progress.step == 4
-    assert read == [100, 100, 200]
+    assert evaluated == [100, 100, 200]
     assert checkpoint_steps(tmp_path)[-1] == len(read_log(tmp_path)) == 4
     again = train(job(tmp_path, solved_accuracy=0.0))
     assert (again.progress.step, again.scores) == (4, result.scores)

@@ -11,7 +11,18 @@ from heddle.cli.serve import load_causal
 from heddle.errors import CheckpointError, ConfigError, DataError, read_named_file
 from heddle.progress import print_status, print_text
 from heddle.session import GENERATION_NEEDS, dtype_of, open_session
-from heddle.settings import Argument, Deterministic, Json, Kernel, Option, Precision, SessionSettings, Tf32, shared
+from heddle.settings import (
+    Argument,
+    Deterministic,
+    Json,
+    Kernel,
+    Option,
+    Precision,
+    SessionSettings,
+    Tf32,
+    parse_text,
+    shared,
+)
 
 if TYPE_CHECKING:
     from heddle.generation.speculative import SpeculativeRound
@@ -30,7 +41,9 @@ class GenerateSettings(SessionSettings):
     )  # fmt: skip
 
     run: Annotated[Path, Argument("RUN", "A run, a model folder or a transformers folder.")]
-    prompt: Annotated[tuple[str, ...], Option("TEXT", "Text to continue; repeat for a batch; - reads stdin.")] = ()
+    prompt: Annotated[
+        tuple[str, ...], Option("TEXT", "Text to continue; repeat for a batch; - reads stdin.", parse_text)
+    ] = ()
     prompts: Annotated[Path | None, Option("FILE", "One prompt per line; in .jsonl, the field prompt.")] = None
     streams: Annotated[int | None, Option("N", "Prompts decoded at once; as one ends, the next begins.")] = None
     batch_invariant: BatchInvariant = False
@@ -39,7 +52,7 @@ class GenerateSettings(SessionSettings):
     top_k: Annotated[int | None, Option("N", "Sample from the k most likely tokens.")] = None
     top_p: Annotated[float | None, Option("X", "Nucleus sampling with this probability.")] = None
     seed: Annotated[int, Option("N", "Random seed of the sampling.")] = 0
-    stop: Annotated[tuple[str, ...], Option("TEXT", "Stop string; repeatable.")] = ()
+    stop: Annotated[tuple[str, ...], Option("TEXT", "Stop string; repeatable.", parse_text)] = ()
     num_beams: Annotated[int, Option("N", "Beams of beam search.")] = 1
     draft_model: Annotated[Path | None, Option("RUN", "Draft model for speculative decoding.")] = None
     multi_token_draft: Annotated[bool, Option("", "Draft with the model's own multi-token module.")] = False

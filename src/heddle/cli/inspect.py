@@ -9,7 +9,7 @@ from heddle.cli.serve import load_any
 from heddle.errors import ConfigError
 from heddle.progress import print_text
 from heddle.session import dtype_of, open_session
-from heddle.settings import Argument, Kernel, Option, Precision, SessionSettings
+from heddle.settings import Argument, Kernel, Option, Precision, SessionSettings, parse_text
 from heddle.storage.file_io import refuse_no_page, write_file
 
 
@@ -18,7 +18,7 @@ class InspectSettings(SessionSettings):
     """Settings of `heddle inspect`."""
 
     run: Annotated[Path, Argument("RUN", "A run, a model folder or a transformers folder.")]
-    text: Annotated[str, Option("TEXT", "Text that the model reads.")]
+    text: Annotated[str, Option("TEXT", "Text that the model reads.", parse_text)]
     out: Annotated[Path, Option("FILE", "HTML file to write.")] = Path("inspect.html")
     precision: Precision = "fp32"
     kernel: Kernel = ()

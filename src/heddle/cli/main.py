@@ -307,9 +307,12 @@ app = Heddle(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 on success, 1 on a machine failure, 2 on a user error, 128 + N on signal N."""
     _replace_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot show must not raise
-            stream.reconfigure(errors="backslashreplace")
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            if sys.getfilesystemencoding() == "ascii":  # a locale that says nothing, such as C
+                stream.reconfigure(encoding="utf-8", errors="strict")
+            if stream is not sys.stdin:  # characters that the terminal cannot show must not raise
+                stream.reconfigure(errors="backslashreplace")
     sys.exit(run_command(sys.argv[1:] if arguments is None else list(arguments)))
 
 

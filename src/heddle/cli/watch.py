@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from heddle.errors import ConfigError
 from heddle.progress import print_status, print_text
-from heddle.settings import Argument, Option, VerbSettings
+from heddle.settings import Argument, Option, VerbSettings, parse_port, parse_text
 from heddle.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -26,9 +26,11 @@ class WatchSettings(VerbSettings):
     """Settings of `heddle watch`."""
 
     paths: Annotated[tuple[Path, ...], Argument("RUN", "Runs, or folders of runs. [runs]")] = ()
-    port: Annotated[int | None, Option("N", "Port of the page on 127.0.0.1. [any free one]")] = None
+    port: Annotated[int | None, Option("N", "Port of the page on 127.0.0.1. [any free one]", parse_port)] = None
     open: Annotated[bool, Option("", "Open the page in the browser.")] = False
-    prompt: Annotated[str | None, Option("TEXT", "Also show how each new checkpoint continues TEXT.")] = None
+    prompt: Annotated[str | None, Option("TEXT", "Also show how each new checkpoint continues TEXT.", parse_text)] = (
+        None
+    )
     out: Annotated[Path | None, Option("FILE", "Write the current page and exit.")] = None
 
 

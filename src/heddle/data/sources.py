@@ -179,11 +179,13 @@ class FileSource:
 
 
 def check_sources(arguments: Collection[str]) -> None:
-    """Raise DataError for a file or folder that does not exist; nothing is read."""
+    """Raise DataError for a file or folder that does not exist, and an empty file; nothing is read."""
     for argument in arguments:
         name, _ = _split_weight(argument)
         if name and ":" not in name and "\0" not in name and name != "stdlib":
-            _existing(name)
+            path = _existing(name)
+            if path.is_file() and not path.stat().st_size:
+                raise DataError(_no_text_message(printable(path.name), 1, 1, []))
 
 
 def describe_files(arguments: Collection[str]) -> str:

@@ -51,9 +51,8 @@ class LivePage:
         self._fetched = 0  # the newest revision that a page has fetched
         try:
             self._server = _Server(port, self)
-        except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "no such port"
-            raise ConfigError(f"port {port}: cannot be used ({reason}); choose another, or none") from error
+        except OSError as error:
+            raise ConfigError(f"port {port}: cannot be used ({error.strerror}); choose another, or none") from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
 
     @property
@@ -153,6 +152,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: Any) -> None:
         """Print nothing: the terminal belongs to the command."""
+
+
+def check_port(port: int) -> None:
+    """Raise ConfigError before long work if a live page could not be served there after it."""
+    open_live_page(stack := ExitStack(), port, open_page=False)
+    stack.close()
 
 
 def open_live_page(stack: ExitStack, port: int | None, open_page: bool, what: str | None = None) -> LivePage | None:

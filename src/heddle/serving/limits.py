@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from heddle.errors import ConfigError
-from heddle.settings import Argument, Kernel, Option, Precision, SessionSettings, VerbSettings
+from heddle.settings import Argument, Kernel, Option, Precision, SessionSettings, VerbSettings, parse_port
 
 ModelFolder = Annotated[Path, Argument("MODEL", "A run, a model folder, or a transformers folder.")]
 
@@ -46,7 +46,7 @@ class ServeSettings(ServerLimits, SessionSettings):
 
     model: ModelFolder
     host: Annotated[str, Option("NAME", "Address; beyond loopback, a token is required.")] = "127.0.0.1"
-    port: Annotated[int, Option("N", "Port; 0 picks a free one.")] = 8000
+    port: Annotated[int, Option("N", "Port; 0 picks a free one.", parse_port)] = 8000
     token_file: Annotated[Path | None, Option("FILE", "File with the token that requests must send.")] = None
     name: Annotated[str | None, Option("NAME", "The model's name for clients. [its folder's]")] = None
     batch_invariant: Annotated[bool, Option("", "Compute each request alone, with the same bits at any load.")] = False
@@ -60,7 +60,7 @@ class ChatSettings(SessionSettings):
 
     models: Annotated[tuple[Path, ...], Argument("RUN", "One or two runs, model folders or transformers folders.")]
     page: Annotated[bool, Option("", "Chat in the browser, not in the terminal.")] = False
-    port: Annotated[int, Option("N", "Port of the page; 0 picks a free one.")] = 0
+    port: Annotated[int, Option("N", "Port of the page; 0 picks a free one.", parse_port)] = 0
     open: Annotated[bool, Option("", "Open the page in the browser.")] = False
     precision: Precision = "fp32"
     kernel: Kernel = ()

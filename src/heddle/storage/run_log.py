@@ -18,7 +18,7 @@ from heddle.errors import CheckpointError, ConfigError, describe_path
 from heddle.model.load_config import MAX_YAML_BYTES, parse_yaml
 from heddle.progress import print_status, print_warning
 from heddle.storage import file_io
-from heddle.storage.file_io import read_json_file, remove_leftovers, write_file, write_json_file
+from heddle.storage.file_io import read_json_file, refuse_unwritable, remove_leftovers, write_file, write_json_file
 from heddle.storage.manifest import EMPTY_CHAIN, LogPosition, parse_json_object
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -64,11 +64,10 @@ def open_run(folder: Path, identity: dict[str, Any], environment: dict[str, Any]
 
 
 def refuse_other_content(folder: Path, own: str = "") -> None:
-    """Raise CheckpointError, naming it, if a folder holds anything that is not hidden, and no file named `own`."""
+    """Raise, naming it, for a folder that cannot be written, or with anything not hidden and no file named `own`."""
     if own and (folder / own).is_file():
         return
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder}: {describe_path(folder)}; choose an empty or new folder")
+    refuse_unwritable(folder)
     entries = folder.iterdir() if folder.exists() else ()
     names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
     if names:

@@ -28,7 +28,7 @@ from heddle.progress import print_status, print_text
 from heddle.runtime import Choices, Runtime, device_name, versions, with_choices
 from heddle.session import TRAINING_NEEDS, open_session
 from heddle.settings import shared
-from heddle.storage.file_io import read_json_file, refuse_unwritable
+from heddle.storage.file_io import read_json_file
 from heddle.storage.model import require_tokenizer
 from heddle.storage.run_log import RUN_FILE, read_log, read_options, refuse_other_content
 from heddle.tokenization import DEFAULT_VOCAB_SIZE
@@ -244,7 +244,6 @@ def _with_graphs(settings: TrainSettings, resolved: Settings, config: ModelConfi
 def _check_paths(out: Path, config: ModelConfig, resolved: Settings, lora: LoraSettings | None) -> None:
     """Raise for adapters, factors and folders that cannot be, before text and weights are read."""
     if not (out / RUN_FILE).is_file():
-        refuse_unwritable(out)
         refuse_other_content(out)
     if lora is None and not resolved.lr_scale:
         return

@@ -222,7 +222,10 @@ def test_a_dry_run_writes_nothing(folder: Path, tmp_path: Path, capsys: pytest.C
         (["--sizes", "3"], "sizes 3:"),
         (["--sizes", "3k,6k,12k"], "sizes: 3"),
         (["--sizes", "3k,many"], "--sizes many:"),
+        (["--sizes", "6k,6k,12k,24k"], "--sizes 6k,6k,12k,24k: has a size twice"),
         (["--target", "0"], "--target 0:"),
+        (["--target", "1"], "--target 1: is below the smallest size"),
+        (["--tokens-per-parameter", "1,1"], "--tokens-per-parameter 1,1: has a number twice"),
         (["--seeds", "0"], "seeds 0:"),
         (["--tokens-per-parameter", "-1"], "tokens_per_parameter -1:"),
         (["--tokens-per-parameter", "0.01"], "gives the smallest size, "),
@@ -339,7 +342,9 @@ def test_a_budget_chooses_sizes_that_fit_and_reach_the_target(
     ("options", "sentence"),
     [
         (("--sizes", SIZES, "--tokens-per-parameter", "20", "--budget", "1m"), "this ladder takes about"),
-        (("--budget", "1s"), "--budget 1 s: is too short for 5 sizes"),
+        (("--budget", "1s", "--target", "200k"), "--budget 1 s: is too short for 5 sizes"),
+        (("--budget", "80h", "--target", "1"), "--target 1: no 5 sizes of these designs are below half of it"),
+        (("--budget", "80h", "--sizes", "12"), "choose sizes that it has"),
         (("--budget", "a day"), "--budget a day: must be a time above 0"),
     ],
 )

@@ -265,8 +265,10 @@ def test_what_a_search_refuses(workspace: Path, finished: Search, tmp_path: Path
     with quiet():
         with pytest.raises(ConfigError, match=r"state@64=1% reaches"):
             Search(given(workspace, tmp_path, "state@64=1%"))
+        late = Search(given(workspace, tmp_path, budget=TimeBudget(0.0, 0.0)))
         with pytest.raises(ConfigError, match="--budget"):
-            Search(given(workspace, tmp_path, budget=TimeBudget(0.0, 0.0))).run()
+            late.run()
+        assert sum((late.given.folder / item.file_name).is_file() for item in late.items) == 1  # it ends after a fit
         with pytest.raises(CheckpointError, match="another search"):
             Search(given(workspace, finished.given.folder, only=("kv_heads=1",)))
 

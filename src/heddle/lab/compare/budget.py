@@ -178,11 +178,13 @@ def end_seconds(budget: float) -> float:
 
 
 def least_budget(seconds: float) -> float:
-    """The smallest budget that leaves this many seconds beside the text and the end, rounded up to a second."""
+    """The smallest budget that leaves this many seconds beside the text and the end, rounded up as it is printed."""
     budget = seconds
     for _ in range(50):
         budget = seconds + text_seconds(budget) + end_seconds(budget)
-    return float(math.ceil(1.02 * budget))  # a second measurement of steps may be a little slower
+    budget *= 1.02  # a second measurement of steps may be a little slower
+    unit = 1 if budget < 7200 else 360
+    return float(unit * math.ceil(budget / unit))
 
 
 def is_worth_timing(comparison: Comparison, steps: Mapping[str, int]) -> bool:

@@ -73,7 +73,7 @@ from heddle.lab.compare.tables import (
 from heddle.lab.compare.tasks import SPEED_ROUNDS, Comparison, choose_recall_tasks, choose_workers, training_steps
 from heddle.lab.compare.tuning import check_tuning, make_search
 from heddle.lab.compare.verdict import resolution_table
-from heddle.lab.live import open_live_page
+from heddle.lab.live import check_port, open_live_page
 from heddle.lab.workers import Workers
 from heddle.machine import with_worker_choices
 from heddle.notebook import html_table
@@ -214,6 +214,8 @@ def _compare(settings: CompareSettings) -> ComparedDesigns:
         runtime = open_session(stack, settings, device=device, tf32=settings.tf32, deterministic=settings.deterministic)
         check_sources(settings.data)
         refuse_other_content(settings.out, PLAN_FILE)
+        if settings.port is not None:
+            check_port(settings.port)
         plan = comparison_plan(settings, runtime)
         workers = choose_workers(
             plan, runtime, count=settings.workers, devices=devices, share=share, ranks=settings.nproc

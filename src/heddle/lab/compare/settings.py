@@ -16,6 +16,7 @@ from heddle.settings import (
     Tf32,
     TrainingPrecision,
     parse_length,
+    parse_port,
     parse_tokens,
 )
 from heddle.training.settings import (
@@ -95,7 +96,7 @@ class CompareSettings(SessionSettings):
     deterministic: Deterministic = False
     workers: Annotated[int | None, Option("N", "Runs at the same time. [one per CPU thread, at most 4]")] = None
     nproc: Annotated[int, Option("N", "Processes that share each training run, one device each.")] = 1
-    port: Annotated[int | None, Option("N", "Port of the live report on 127.0.0.1. [any free one]")] = None
+    port: Annotated[int | None, Option("N", "Port of the live report on 127.0.0.1. [any free one]", parse_port)] = None
     open: Annotated[bool, Option("", "Open the live report in the browser.")] = False
     json: Json = False
 

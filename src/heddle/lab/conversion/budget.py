@@ -74,7 +74,8 @@ def affordable_calibration(
         given, takes = format_seconds(budget.seconds), format_seconds(seconds)
         raise ConfigError(
             f"--budget {given}: is too short to calibrate: {text.tokens:,} tokens take about {takes}, and at "
-            f"most {CALIBRATION_SHARE:.0%} of the budget is for them; give {enough}s or more"
+            f"most {CALIBRATION_SHARE:.0%} of the budget is for them; give {enough}s or more, and time to "
+            "heal and report"
         )
     if tokens < CALIBRATION_TOKENS:
         print_status(f"the budget chose: --calibration-tokens {tokens}")

@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -92,12 +92,24 @@ def fit_ladder_plan(
             f"--budget {format_seconds(budget.seconds)}: this ladder takes about {needed} here; give at least that, or "
             "smaller sizes"
         )
+    smallest = [each for ratio in ratios for each in _descending_ladders(ladder, count, largest, ratio, seeds[-1])]
+    if not smallest and plan.target is not None:
+        raise ConfigError(
+            f"--target {format_number(plan.target)}: no {count} sizes of these designs are below half of it; give a "
+            "larger one"
+        )
+    if not smallest:
+        _with(ladder, _halving(largest, count), ratios[-1], seeds[-1])  # raises with the reason
     least = 0.0 if plan.target is None else plan.target / MAX_EXTRAPOLATION
     timed = min(largest, 2 * least) if least else largest  # larger steps take long to time
     times = time_steps(_at_sizes(ladder, tuple(timed * share for share in TIMED_SIZES)))
     best: Choice | None = None
     for ratio, number in product(ratios, seeds):
-        choice = _largest_that_fits(ladder, times, budget, count, largest, ratio, number)
+        choices = (
+            Choice(each, times, ladder_seconds(each, times))
+            for each in _descending_ladders(ladder, count, largest, ratio, number)
+        )
+        choice = next((each for each in choices if each.seconds <= _available(budget)), None)
         if choice is None:
             continue
         if plan.target is None or plan.target <= _reach(choice.ladder):
@@ -105,9 +117,12 @@ def fit_ladder_plan(
         if best is None or max(choice.ladder.sizes) > max(best.ladder.sizes):
             best = choice
     if best is None:
+        seconds = min(ladder_seconds(each, times) for each in smallest)
+        needed = format_seconds(least_budget(time.monotonic() - budget.started + seconds / TRAINED_SHARE))
         raise ConfigError(
-            f"--budget {format_seconds(budget.seconds)}: is too short for {count} sizes of these designs here; give "
-            "more time, fewer designs, or a smaller vocabulary with --vocab-size"
+            f"--budget {format_seconds(budget.seconds)}: is too short for {count} sizes of these designs here, of "
+            f"which the smallest take about {needed}; give at least that, fewer designs, or a smaller vocabulary with "
+            "--vocab-size"
         )
     sizes = [size for size in _descending(largest, ladder.scales) if size * LARGEST_STEP > least]
     for size in reversed(sizes):
@@ -194,18 +209,13 @@ def _resolution(choice: Choice) -> str | None:
     )
 
 
-def _largest_that_fits(
-    ladder: Ladder, times: StepTimes, budget: TimeBudget, count: int, largest: float, ratio: Sequence[float], seeds: int
-) -> Choice | None:
+def _descending_ladders(
+    ladder: Ladder, count: int, largest: float, ratio: Sequence[float], seeds: int
+) -> Iterator[Ladder]:
+    """The ladders that can be built and trained, from the largest down."""
     for size in _descending(largest, ladder.scales):
-        try:
-            candidate = _with(ladder, _halving(size, count), ratio, seeds)
-        except ConfigError:  # the smallest is too small to build or train
-            continue
-        seconds = ladder_seconds(candidate, times)
-        if seconds <= _available(budget):
-            return Choice(candidate, times, seconds)
-    return None
+        with suppress(ConfigError):  # the smallest is too small
+            yield _with(ladder, _halving(size, count), ratio, seeds)
 
 
 def _descending(largest: float, scales: Mapping[str, DesignScale]) -> Iterator[float]:
@@ -226,8 +236,11 @@ def _with(ladder: Ladder, sizes: int | tuple[float, ...], ratio: Sequence[float]
 
 
 def _at_sizes(ladder: Ladder, sizes: tuple[float, ...]) -> Ladder:
-    """The ladder at the sizes at which steps are timed."""
-    rungs = {name: [scale.nearest_rung(size) for size in sorted(sizes)] for name, scale in ladder.scales.items()}
+    """The ladder at the sizes at which steps are timed, or the nearest that a design has."""
+    rungs = {
+        name: [scale.nearest_rung(size, most=math.inf) for size in sorted(sizes)]
+        for name, scale in ladder.scales.items()
+    }
     return replace(ladder, sizes=tuple(sorted(sizes)), rungs=rungs)
 
 
@@ -309,6 +322,11 @@ def _plan_time(
     joined = join_with_saved(plan_file, plan)
     chooses_sizes = budget is not None and not is_begun and isinstance(joined.sizes, int)
     ladder = open_ladder(joined, settings.out, runtime, has_rungs=not chooses_sizes)
+    if plan.target is not None and not chooses_sizes and plan.target < min(ladder.sizes):
+        raise ConfigError(
+            f"--target {format_number(plan.target)}: is below the smallest size, {format_number(min(ladder.sizes))}; "
+            "give at least that"
+        )
     if budget is None and not is_begun:
         _check_steps(ladder)
     if not settings.dry_run and (is_begun or not (budget is not None or is_worth_timing(ladder))):

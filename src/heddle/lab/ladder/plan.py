@@ -81,8 +81,8 @@ class DesignScale:
             return None
         return Rung(config, parameter_counts(model)[1], self.sequence_length)
 
-    def nearest_rung(self, parameters: float) -> Rung:
-        """The rung whose size is nearest, as a ratio. Raises ConfigError if none is near."""
+    def nearest_rung(self, parameters: float, most: float = MAX_SIZE_RATIO) -> Rung:
+        """The rung whose size is nearest, as a ratio. Raises ConfigError if that is above `most`, or its inverse."""
         low, high = 1, MAX_WIDTH_FACTOR * self.config.width // self.width_step
         while high - low > 1:
             middle = (low + high) // 2
@@ -100,7 +100,7 @@ class DesignScale:
                 f"{self.name}: cannot be built at any width near {high * self.width_step}; choose other sizes"
             )
         best = min(nearby, key=lambda rung: abs(math.log(rung.parameters / parameters)))
-        if abs(math.log(best.parameters / parameters)) > math.log(MAX_SIZE_RATIO):
+        if abs(math.log(best.parameters / parameters)) > math.log(most):
             raise ConfigError(
                 f"sizes {parameters:.0f}: {self.name} gets no closer than {best.parameters} parameters, at width "
                 f"{best.width}; choose sizes that it has, or give it more heads or a smaller vocabulary"

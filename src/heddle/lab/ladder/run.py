@@ -35,7 +35,7 @@ from heddle.lab.pages.ladder import PAGE_FILE, ladder_page
 from heddle.lab.workers import Result, Task, Workers, default_workers, run_tasks
 from heddle.machine import record_worker_choices
 from heddle.runtime import Runtime
-from heddle.signals import Interrupted
+from heddle.signals import Interrupted, delayed_stop_signals
 from heddle.storage.file_io import read_json_file, write_file, write_json_file
 from heddle.storage.lock import RunLock
 from heddle.storage.run_log import first_difference, refuse_other_content
@@ -141,8 +141,9 @@ def run_ladder(plan: LadderPlan, out: Path, runtime: Runtime, command: str, unti
 
 def _write_report(ladder: Ladder, results: dict[RunKey, Result]) -> LadderReport:
     report = ladder_report(ladder, results)
-    write_json_file(ladder.out / RESULTS_FILE, plain(report))
-    write_file(ladder.out / PAGE_FILE, ladder_page(report))
+    with delayed_stop_signals():
+        write_json_file(ladder.out / RESULTS_FILE, plain(report))
+        write_file(ladder.out / PAGE_FILE, ladder_page(report))
     return report
 
 

@@ -5,8 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from heddle.errors import ConfigError
 from heddle.lab.compare.settings import Designs, SequenceLength
-from heddle.settings import Json, Option, Precision, SessionSettings, parse_count, parse_named
+from heddle.settings import Json, Option, Precision, SessionSettings, parse_count, parse_named, shorten
 from heddle.training.settings import BatchSize, Data, OptimizerName, Schedule, TokenizerFile, VocabSize, Warmup
 
 DEFAULT_SIZES, DEFAULT_SEEDS = "5", 2
@@ -16,16 +17,22 @@ MAX_COUNT = 20  # a larger number given as sizes is a number of parameters
 def parse_ratios(text: str) -> tuple[float, ...]:
     """Parse `20` or `5,10,20`, in any order. Raises ValueError."""
     try:
-        return tuple(sorted({float(ratio) for ratio in text.split(",")}))
+        ratios = sorted(map(float, text.split(",")))
     except ValueError:
         raise ValueError("must be numbers such as 20, or 5,10,20") from None
+    if len({*ratios}) < len(ratios):
+        raise ValueError("has a number twice; give each once")
+    return tuple(ratios)
 
 
 def parse_sizes(text: str) -> int | tuple[float, ...]:
     """Parse `5` as a count, and `60k,120k` or a number above 20 as sizes. Raises ConfigError, naming the size."""
     if text.isdecimal() and len(text) <= 2 and int(text) <= MAX_COUNT:
         return int(text)
-    return tuple(parse_named("--sizes", size.strip(), parse_count) for size in text.split(","))
+    sizes = tuple(parse_named("--sizes", size.strip(), parse_count) for size in text.split(","))
+    if len({*sizes}) < len(sizes):
+        raise ConfigError(f"--sizes {shorten(text)}: has a size twice; give each once")
+    return sizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from heddle.lab.compare.verdict import resolution_table
 from heddle.lab.pages import sections
 from heddle.lab.pages.render import DesignStyle, render_figures, report_styles
 from heddle.lab.pages.report_figures import effect_figures, length_figure, overview_figures, profile, tuning_figures
+from heddle.signals import delayed_stop_signals
 from heddle.storage.file_io import write_file
 
 # The data of the report's summary table: a row for each design, with its interval relative to the baseline.
@@ -232,8 +233,9 @@ def write_report(report: Report, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from error
-    write_file(folder / "report.json", report_json(report), WRITE_REMEDY)
-    write_file(folder / "report.html", report_page(report), WRITE_REMEDY)
+    with delayed_stop_signals():
+        write_file(folder / "report.json", report_json(report), WRITE_REMEDY)
+        write_file(folder / "report.html", report_page(report), WRITE_REMEDY)
     return folder / "report.html"
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 SEQUENCE_LENGTH = 4096
+DEFAULT_GPU, DEFAULT_GPUS = "h100", 8
 HALF, FEW_SEQUENCES = 0.5, 8  # from which share, and up to how many sequences of a micro-batch, a limit is named
 MORE_GPUS, SHORTEST = 4096, 128  # how many times the GPUs, and how few tokens, are tried where no layout fits
 STATE_BYTES = 16  # of a parameter in float32: weight, gradient and two moments
@@ -41,13 +42,14 @@ class PlanSettings(VerbSettings):
     design: Design
     overrides: Overrides = ()
     cpu: Annotated[bool, Option("", "Plan for this machine's CPU; times a step.")] = False
-    gpus: Annotated[int, Option("N", "Number of GPUs.")] = 8
+    gpus: Annotated[int | None, Option("N", "Number of GPUs. [8]")] = None
     gpu: Annotated[
-        str,
+        str | None,
         Option(
-            "NAME", "rtx4090 (24 GB), l40s (48), a100-40gb (40), a100, h100 or h800 (80), h200 (141) or b200 (192)."
+            "NAME",
+            "rtx4090 (24 GB), l40s (48), a100-40gb (40), a100, h100 or h800 (80), h200 (141) or b200 (192). [h100]",
         ),
-    ] = "h100"
+    ] = None
     sequence_length: Annotated[
         int | None, Option("N", "Tokens per sequence. [4096, or fewer learned positions]", parse_length)
     ] = None
@@ -83,19 +85,22 @@ def plan(
     from heddle.lab.plan.costs import find_gpu, plan_training
     from heddle.model.load_config import load_config, read_design, with_vocab_size
 
-    data, gpu = read_design(settings.design, settings.overrides), find_gpu(settings.gpu)
+    gpu_name, gpus = settings.gpu or DEFAULT_GPU, DEFAULT_GPUS if settings.gpus is None else settings.gpus
+    data, gpu = read_design(settings.design, settings.overrides), find_gpu(gpu_name)
     loaded = load_config(data)
     config = with_vocab_size(loaded, DEFAULT_VOCAB_SIZE)
-    least = (settings.batch_size or (1 if settings.cpu else settings.gpus)) * _length(settings, config)
+    if settings.batch_size is not None and settings.batch_size < 1:
+        raise ConfigError(f"--batch-size {settings.batch_size}: must be at least 1")
+    least = (settings.batch_size or (1 if settings.cpu else gpus)) * _length(settings, config)
     if settings.tokens is not None and not least <= settings.tokens < float("inf"):
         raise ConfigError(f"--tokens {settings.tokens:g}: must be a number of at least one step, {least:,} tokens")
     if settings.cpu:
         return PlannedTraining(_cpu_facts(settings, config) | {"vocab_size_assumed": loaded.vocab_size is None})
-    result = plan_training(config, gpu, settings.gpus, _length(settings, config), settings.batch_size)
-    facts = _facts(result, settings) | {"engines": _engine_facts(config, result, settings.design)}
+    result = plan_training(config, gpu, gpus, _length(settings, config), settings.batch_size)
+    facts = _facts(result, settings) | {"gpu": gpu_name, "engines": _engine_facts(config, result, settings.design)}
     facts["vocab_size"], facts["vocab_size_assumed"] = config.vocab_size, loaded.vocab_size is None
     facts["nearest"] = [] if result.candidates else _nearest_plans(config, result)
-    facts["not_fitted"] = _not_fitted(config, settings.gpu, facts["parameters"])
+    facts["not_fitted"] = _not_fitted(config, gpu_name, facts["parameters"])
     if settings.dry_run:
         facts["dry_run"] = _dry_run_facts(config, result)
     return PlannedTraining(facts)
@@ -142,7 +147,7 @@ def _cpu_facts(settings: PlanSettings, config: "ModelConfig") -> dict[str, Any]:
     """
     for name in ("gpus", "gpu", "dry_run"):
         value = getattr(settings, name)
-        if value != getattr(PlanSettings(design=settings.design), name):
+        if value is not None and value is not False:
             option = name.replace("_", "-") + ("" if value is True else f" {value}")
             raise ConfigError(f"--{option}: is for GPUs, and --cpu asks for this CPU; leave one of them out")
     from heddle.lab.bench.run import measure_limits
@@ -284,7 +289,6 @@ def _facts(plan: "Plan", settings: PlanSettings) -> dict[str, Any]:
         "flops_per_token": 3 * cost.forward_flops / cost.sequence_length,
         "sequence_length": cost.sequence_length,
         "gpus": plan.gpus,
-        "gpu": settings.gpu,
         "usable_memory": USABLE * plan.gpu.memory * GIB,
         "layouts": [_candidate_facts(plan, candidate, tokens) for candidate in plan.candidates],
         "too_large": [_candidate_facts(plan, candidate, tokens) for candidate in plan.too_large],

@@ -378,6 +378,7 @@ class Search(Plan):
                 began = time.monotonic()
                 self.replacements.fit_one(own[0], folder)
                 left += (len(own) - 1) * (time.monotonic() - began)
+                self._check_budget(left)
         began = time.monotonic()
         self.scoring.divergence(self.items[:1])
         seconds = (time.monotonic() - began) / self.score.tokens
@@ -396,14 +397,18 @@ class Search(Plan):
         print_status(
             f"search: {len(self.items)} replacements of {len(self.targets)} kinds, about {format_duration(left)}"
         )
+        self._check_budget(left)
+        return left
+
+    def _check_budget(self, left: float) -> None:
+        """Raise ConfigError if the budget leaves less than these seconds."""
         budget = self.given.budget
         if budget is not None and left > budget.remaining:
-            takes, given = format_seconds(left), format_seconds(budget.remaining)
+            needed = format_seconds(budget.seconds - budget.remaining + left)
             raise ConfigError(
-                f"--budget: leaves {given}, and the search takes about {takes} more; give more time, fewer "
+                f"--budget {format_seconds(budget.seconds)}: the search takes at least {needed}; give more time, fewer "
                 "alternatives with --only, or fewer --calibration-tokens; finished fits are kept"
             )
-        return left
 
     def _fit(self) -> None:
         self.estimate()
