@@ -19,7 +19,7 @@ from heddle.exchange.family_match import differences
 from heddle.exchange.gguf import export as quantize_module
 from heddle.exchange.gguf import export_gguf, load_gguf
 from heddle.exchange.gguf.architectures import _separate_rope_rows
-from heddle.exchange.gguf.config_from_keys import _common_fields
+from heddle.exchange.gguf.config_from_keys import config_from_keys
 from heddle.exchange.gguf.export import K_QUANTS, _library_of_a_binding
 from heddle.exchange.gguf.file import check_seal
 from heddle.exchange.load import load
@@ -226,7 +226,7 @@ def test_llama_cpp_computes_the_same_with_the_blocks(wide: Path, tmp_path: Path)
     "plant",
     [
         calls(_separate_rope_rows, "unflatten", lambda x, dim, sizes: x.unflatten(dim, (sizes[0], 2, -1))),
-        result(_common_fields, lambda fields: fields | {"tie_word_embeddings": True}),
+        result(config_from_keys, lambda fields: fields | {"tie_word_embeddings": True}),
     ],
     ids=["the other layout", "a tied head"],
 )

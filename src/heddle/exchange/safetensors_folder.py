@@ -128,10 +128,7 @@ MAX_JSON_DEPTH = 64  # levels of nested objects and arrays
 ADAPTER_FILE = "adapter_config.json"
 IS_POINTER = "is a Git LFS pointer, not the file; run `git lfs pull` in its folder, or download the file"
 # Heads in the place of a language model's, in the names of classes and of tensors.
-OTHER_HEADS = re.compile(
-    r"For\w*Classification|ForQuestionAnswering|ForMultipleChoice|Reward"
-    r"|^(score|classifier|classification_head|qa_outputs)(\.|$)"
-)
+OTHER_HEADS = re.compile(r"For\w*(Classification|Question|MultipleChoice)|Reward|^(score|classif\w+|qa_outputs)\b")
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 
 

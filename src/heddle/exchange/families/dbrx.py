@@ -40,7 +40,7 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     position = read_rope(config, head_dim, 10000.0)
     if attention.get("rope_theta", position["base"]) != position["base"]:
         raise attention.invalid(
-            "rope_theta", f"but transformers computes with {position['base']}; give rope_theta beside attn_config, too"
+            "rope_theta", f"but transformers computes with {position['base']}; give it at the top, too"
         )
     clip = attention.optional("clip_qkv")
     mixer = {

@@ -14,27 +14,7 @@ from torch import Tensor
 
 from heddle.exchange import design_parts
 from heddle.exchange.family import CONCATENATED, Family, TensorTransform, WeightMap, interleaved_by_group, reshaped
-from heddle.exchange.gguf.keys_from_config import (
-    SIGMOID,
-    SOFTMAX,
-    ConfigFields,
-    afmoe_keys,
-    cohere_keys,
-    deepseek_keys,
-    delta_keys,
-    ernie_keys,
-    expert_keys,
-    granite_keys,
-    hunyuan_keys,
-    hybrid_keys,
-    latent_keys,
-    lfm2_keys,
-    local_keys,
-    mamba2_keys,
-    ministral_keys,
-    qwen35_keys,
-    shared_expert_keys,
-)
+from heddle.exchange.gguf import keys_from_config as extra
 from heddle.model.config import ModelConfig
 from heddle.parts.mixers.gated_delta import GatedDeltaConfig
 from heddle.parts.mixers.mamba2 import Mamba2Config
@@ -193,24 +173,23 @@ class Architecture:
     layers has no window, and all others have one; None: no layer has a window. windowed_depth: only models of this
     depth have windows, and in others every layer has positions. window_base: of RoPE in layers with a window: its own,
     the same, or the same whatever the file says ("ignored"). scaled_windows: layers with a window have the RoPE scaling
-    of the others; else they have none. requires_softcaps: it always caps scores and logits.
-    width_scaled_depth: models of this depth scale scores by 1 / sqrt(width / heads) instead of 1 / sqrt(head_dim), as
-    the largest Gemmas. any_scale: scores may have any scale. assumed: (path, value, value that it assumes) of a
-    resolved design. square_heads: width must be heads · head_dim. grouped_heads: several heads may share keys and
-    values. moe_in_every_layer: no dense layers. moe_to_the_end: after the first mixture of experts there is no dense
-    layer. rope_scalings: the kinds of RoPE scaling that it supports. yarn_log: if YaRN has an mscale, the GGUF has
-    mscale_all_dim times this number; mscale is 1, or in latent attention mscale_all_dim. qk_norm: q and k may have
-    norms, if the family has them. partial_rope: RoPE may rotate some dims of a head only. nope_period: one in this many
-    layers has no positions; 0: every layer has positions. latent: its attention is latent attention. tiled_values:
-    heads of values lie key head by key head, the first of each, then the second. encoder: it has no language head, and
-    pools the outputs of a text. gating: llama.cpp's number of the function of router logits, where the family has one.
-    factor_without_type: a factor of RoPE scales layers with a window also where the type of scaling is none.
-    kv_heads_by_layer: its file has the number of key heads of each layer.
+    of the others; else they have none. width_scaled_depth: models of this depth scale scores by 1 / sqrt(width / heads)
+    instead of 1 / sqrt(head_dim), as the largest Gemmas. any_scale: scores may have any scale. assumed: (path, value,
+    value that it assumes) of a resolved design. square_heads: width must be heads · head_dim. grouped_heads: several
+    heads may share keys and values. moe_in_every_layer: no dense layers. moe_to_the_end: after the first mixture of
+    experts there is no dense layer. rope_scalings: the kinds of RoPE scaling that it supports. yarn_log: if YaRN has an
+    mscale, the GGUF has mscale_all_dim times this number; mscale is 1, or in latent attention mscale_all_dim. qk_norm:
+    q and k may have norms, if the family has them. partial_rope: RoPE may rotate some dims of a head only. nope_period:
+    one in this many layers has no positions; 0: every layer has positions. latent: its attention is latent attention.
+    tiled_values: heads of values lie key head by key head, the first of each, then the second. encoder: it has no
+    language head, and pools the outputs of a text. gating: llama.cpp's number of the function of router logits, where
+    the family has one. factor_without_type: a factor of RoPE scales layers with a window also where the type of scaling
+    is none.
     """
 
     name: str
     fixed_fields: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    extra_keys: Callable[[ConfigFields], ConfigFields] = lambda config: {}
+    extra_keys: Callable[[extra.ConfigFields], extra.ConfigFields] = lambda config: {}
     names: Mapping[str, str] = field(default_factory=dict)
     interleaved_rope: bool = False
     norm_plus_one: bool = False
@@ -218,7 +197,6 @@ class Architecture:
     windowed_depth: int | None = None
     window_base: str = "same"
     scaled_windows: bool = False
-    requires_softcaps: bool = False
     width_scaled_depth: int | None = None
     any_scale: bool = False
     assumed: Callable[[ModelConfig], Iterator[Assumption]] = lambda design: iter(())
@@ -236,7 +214,6 @@ class Architecture:
     encoder: bool = False
     gating: int | None = None
     factor_without_type: bool = False
-    kv_heads_by_layer: bool = False
 
     def of_depth(self, depth: int) -> "Architecture":
         """The graph of models of this depth."""
@@ -265,6 +242,12 @@ def _latent(design: ModelConfig) -> Iterator[Assumption]:
 
 def _scaled_embedding(design: ModelConfig) -> Iterator[Assumption]:
     yield "embedding.multiplier", design.embedding.multiplier, design.width**0.5
+
+
+def _softcaps(design: ModelConfig) -> Iterator[Assumption]:
+    mixer, head = design_parts.first_attention(design), design.head
+    yield "layers.*.mixer.softcap", mixer.softcap, mixer.softcap or 50.0
+    yield "head.softcap", head.softcap, head.softcap or 30.0
 
 
 def _delta_rule(design: ModelConfig) -> Iterator[Assumption]:
@@ -305,7 +288,7 @@ MEAN_POOLING = 1
 GRANITE_MOE = Architecture(
     "granitemoe",
     SILU,
-    extra_keys=granite_keys,
+    extra_keys=extra.granite_keys,
     interleaved_rope=True,
     any_scale=True,
     rope_scalings=LLAMA_SCALINGS,
@@ -313,7 +296,7 @@ GRANITE_MOE = Architecture(
 QWEN3_NEXT = Architecture(
     "qwen3next",
     SILU | NO_ATTENTION_BIAS | RENORMALIZED,
-    extra_keys=lambda config: shared_expert_keys(config) | delta_keys(config),
+    extra_keys=lambda config: extra.shared_expert_keys(config) | extra.delta_keys(config),
     names=FUSED_GATED_QUERY | POST_ATTENTION,
     norm_plus_one=True,
     assumed=_delta_rule,
@@ -324,7 +307,7 @@ QWEN3_NEXT = Architecture(
 DEEPSEEK = Architecture(
     "deepseek2",
     SILU | NO_ATTENTION_BIAS | {"rope_interleave": (f"{POSITION}.layout", True)},
-    extra_keys=latent_keys,
+    extra_keys=extra.latent_keys,
     partial_rope=True,
     latent=True,
     yarn_log=0.1,
@@ -341,19 +324,21 @@ LEFT_OUT = {
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", SILU, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS),
     "mistral": Architecture("llama", SILU, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS),
-    "mixtral": Architecture("llama", SILU, extra_keys=expert_keys, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS),
+    "mixtral": Architecture(
+        "llama", SILU, extra_keys=extra.expert_keys, interleaved_rope=True, rope_scalings=LLAMA_SCALINGS
+    ),
     "qwen2": Architecture("qwen2", SILU),
     "qwen3": Architecture("qwen3", SILU | NO_ATTENTION_BIAS),
     "qwen3_moe": Architecture(
-        "qwen3moe", SILU | NO_ATTENTION_BIAS | RENORMALIZED, extra_keys=expert_keys, moe_in_every_layer=True
+        "qwen3moe", SILU | NO_ATTENTION_BIAS | RENORMALIZED, extra_keys=extra.expert_keys, moe_in_every_layer=True
     ),
     "qwen2_moe": Architecture(
-        "qwen2moe", SILU | NOT_RENORMALIZED, extra_keys=shared_expert_keys, moe_in_every_layer=True
+        "qwen2moe", SILU | NOT_RENORMALIZED, extra_keys=extra.shared_expert_keys, moe_in_every_layer=True
     ),
     "olmoe": Architecture(
         "olmoe",
         SILU | NO_ATTENTION_BIAS | NOT_RENORMALIZED | UNTIED,
-        extra_keys=expert_keys,
+        extra_keys=extra.expert_keys,
         moe_in_every_layer=True,
         square_heads=True,
         grouped_heads=False,
@@ -364,10 +349,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture(
         "gemma2",
         GELU | NO_ATTENTION_BIAS | TIED,
-        extra_keys=local_keys,
+        extra_keys=extra.local_keys,
         norm_plus_one=True,
         full_attention_period=2,
-        requires_softcaps=True,
+        assumed=_softcaps,
         width_scaled_depth=46,
         rope_scalings=(),
         factor_without_type=True,
@@ -375,7 +360,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3_text": Architecture(
         "gemma3",
         GELU | NO_ATTENTION_BIAS,
-        extra_keys=local_keys,
+        extra_keys=extra.local_keys,
         norm_plus_one=True,
         full_attention_period=6,
         window_base="own",
@@ -386,7 +371,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo3": Architecture(
         "olmo2",
         SILU | NO_ATTENTION_BIAS | UNTIED,
-        extra_keys=local_keys,
+        extra_keys=extra.local_keys,
         names=REORDERED,
         full_attention_period=4,
         window_base="ignored",
@@ -415,14 +400,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         "command-r",
         SILU | NO_ATTENTION_BIAS | TIED,
         qk_norm=False,
-        extra_keys=cohere_keys,
+        extra_keys=extra.cohere_keys,
         square_heads=True,
         rope_scalings=(LinearConfig,),
     ),
     "cohere2": Architecture(
         "cohere2",
         SILU | NO_ATTENTION_BIAS | TIED,
-        extra_keys=cohere_keys,
+        extra_keys=extra.cohere_keys,
         full_attention_period=4,
         square_heads=True,
         rope_scalings=(),
@@ -433,7 +418,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(
         "granite",
         SILU,
-        extra_keys=granite_keys,
+        extra_keys=extra.granite_keys,
         interleaved_rope=True,
         any_scale=True,
         rope_scalings=LLAMA_SCALINGS,
@@ -445,16 +430,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4_moe": Architecture(
         "glm4moe",
         SILU,
-        extra_keys=deepseek_keys,
+        extra_keys=extra.deepseek_keys,
         names=POST_ATTENTION,
         partial_rope=True,
         moe_to_the_end=True,
-        gating=SIGMOID,
+        gating=extra.SIGMOID,
     ),
     "exaone4": Architecture(
         "exaone4",
         SILU,
-        extra_keys=local_keys,
+        extra_keys=extra.local_keys,
         names=REORDERED,
         full_attention_period=4,
         windowed_depth=64,
@@ -478,41 +463,41 @@ ARCHITECTURES: dict[str, Architecture] = {
     "dots1": Architecture(
         "dots1",
         SILU | NO_ATTENTION_BIAS | UNTIED,
-        extra_keys=deepseek_keys,
+        extra_keys=extra.deepseek_keys,
         grouped_heads=False,
         moe_to_the_end=True,
-        gating=SIGMOID,
+        gating=extra.SIGMOID,
     ),
     "ernie4_5_moe": Architecture(
         "ernie4_5-moe",
         SILU | {"use_bias": ("layers.*.mixer.bias", False)},
-        extra_keys=ernie_keys,
+        extra_keys=extra.ernie_keys,
         moe_to_the_end=True,
-        gating=SOFTMAX,
+        gating=extra.SOFTMAX,
     ),
     "hunyuan_v1_moe": Architecture(
         "hunyuan-moe",
         SILU | NO_ATTENTION_BIAS,
-        extra_keys=hunyuan_keys,
+        extra_keys=extra.hunyuan_keys,
         rope_scalings=LLAMA_SCALINGS,
-        gating=SOFTMAX,
+        gating=extra.SOFTMAX,
     ),
     "minimax_m2": Architecture(
         "minimax-m2",
         SILU | UNTIED,
-        extra_keys=expert_keys,
+        extra_keys=extra.expert_keys,
         partial_rope=True,
-        gating=SIGMOID,
+        gating=extra.SIGMOID,
     ),
     "afmoe": Architecture(
         "afmoe",
         SILU,
-        extra_keys=afmoe_keys,
+        extra_keys=extra.afmoe_keys,
         assumed=_scaled_embedding,
         full_attention_period=4,
         moe_to_the_end=True,
         rope_scalings=(),
-        gating=SIGMOID,
+        gating=extra.SIGMOID,
         factor_without_type=True,
     ),
     "gpt_oss": Architecture(
@@ -523,7 +508,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "swiglu_alpha": ("layers.*.feedforward.alpha", 1.702),
         }
         | UNTIED,
-        extra_keys=lambda config: expert_keys(config) | local_keys(config),
+        extra_keys=lambda config: extra.expert_keys(config) | extra.local_keys(config),
         names=POST_ATTENTION,
         full_attention_period=2,
         scaled_windows=True,
@@ -542,16 +527,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2": Architecture(
         "lfm2",
         {"conv_bias": ("layers.*.mixer.conv_bias", False)},
-        extra_keys=lfm2_keys,
+        extra_keys=extra.lfm2_keys,
         names={"final_norm.norm": "token_embd_norm"},
         square_heads=True,
         rope_scalings=(),
-        kv_heads_by_layer=True,
     ),
     "ministral3": Architecture(
         "mistral3",
         SILU,
-        extra_keys=ministral_keys,
+        extra_keys=extra.ministral_keys,
         interleaved_rope=True,
         rope_scalings=(YarnConfig,),
         yarn_log=1.0,
@@ -561,7 +545,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_text": Architecture(
         "qwen35",
         SILU | NO_ATTENTION_BIAS,
-        extra_keys=qwen35_keys,
+        extra_keys=extra.qwen35_keys,
         names=FUSED_GATED_QUERY | POST_ATTENTION | {"delta.beta": "ssm_beta", "delta.a": "ssm_alpha"},
         norm_plus_one=True,
         assumed=_delta_rule,
@@ -572,13 +556,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoehybrid": Architecture(
         "granitehybrid",
         SILU,
-        extra_keys=hybrid_keys,
+        extra_keys=extra.hybrid_keys,
         interleaved_rope=True,
         any_scale=True,
         assumed=_mamba2_twice_as_wide,
-        kv_heads_by_layer=True,
     ),
-    "mamba2": Architecture("mamba2", extra_keys=mamba2_keys, assumed=_mamba2),
+    "mamba2": Architecture("mamba2", extra_keys=extra.mamba2_keys, assumed=_mamba2),
     "falcon": Architecture(
         "falcon",
         {

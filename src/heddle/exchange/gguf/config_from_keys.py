@@ -34,7 +34,6 @@ GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
 LLAMA3_FACTORS = (8.0, 16.0, 32.0)
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
-NO_WINDOW = {"sliding_window": None}
 NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 
 
@@ -98,6 +97,11 @@ class Keys:
         width, heads = self.number("embedding_length"), self.number("attention.head_count")
         return self.of_graph("attention.key_length", width // max(heads, 1))
 
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys: from the file, or all."""
+        return self.of_graph("attention.head_count_kv", self.number("attention.head_count"))
+
     def _checked(self, name: str, value: Any, kind: type[T]) -> T:
         """The value. One number for all layers may be an array with a number for each."""
         if kind is int and isinstance(value, list) and len(set(value)) == 1:
@@ -127,46 +131,27 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
         )
     if "token_embd.weight" not in shapes:
         raise CheckpointError(f"{keys.source}: tensor 'token_embd.weight' is missing; download it again")
-    if not keys.assumed.encoder and not keys.of_graph("attention.causal", True):
+    graph, head_dim = keys.assumed, keys.head_dim
+    if not graph.encoder and not keys.of_graph("attention.causal", True):
         raise ConfigError(
             f"{keys.source}: key '{keys.graph}.attention.causal' is false; heddle reads causal models only"
         )
-    if keys.assumed.window_base == "same":
+    if graph.window_base == "same":
         keys.expect_same("rope.freq_base_swa", keys.of_graph("rope.freq_base", 10000.0))
-    keys.expect_same("rope.dimension_count_swa", keys.of_graph("rope.dimension_count", keys.head_dim))
-    if keys.assumed.gating is not None:
-        keys.expect_same("expert_gating_func", keys.assumed.gating)
-    config, table = _common_fields(keys, shapes), ARCHITECTURE_FIELDS[keys.graph]
-    own = table(keys, shapes) if callable(table) else table
-    config |= {name: entry(keys, shapes) if callable(entry) else entry for name, entry in own.items()}
-    if config.get("sliding_window"):
-        has_windows = keys.assumed.full_attention_period is not None
-        config |= {"layer_types": keys.layer_types(config["num_hidden_layers"])} if has_windows else NO_WINDOW
-    return {name: value for name, value in config.items() if value is not ABSENT}
-
-
-def _common_fields(keys: Keys, shapes: Shapes) -> dict[str, Any]:
-    graph, head_dim, heads = keys.assumed, keys.head_dim, keys.number("attention.head_count")
+    keys.expect_same("rope.dimension_count_swa", keys.of_graph("rope.dimension_count", head_dim))
+    if graph.gating is not None:
+        keys.expect_same("expert_gating_func", graph.gating)
     for name, is_free in (("attention.value_length", graph.latent), ("rope.dimension_count", graph.partial_rope)):
         if not is_free and keys.of_graph(name, head_dim) != head_dim:
             raise ConfigError(f"{keys.source}: key '{keys.graph}.{name}' should be key_length = {head_dim}")
-    theta = keys.of_graph("rope.freq_base", 10000.0)
-    by_layer = graph.kv_heads_by_layer
-    kv_heads = max(keys.of_graph("attention.head_count_kv", [heads]), default=0) or heads if by_layer else 0
-    return {
-        "vocab_size": shapes["token_embd.weight"][0],
-        "hidden_size": keys.number("embedding_length"),
-        "num_hidden_layers": keys.number("block_count") - keys.of_graph("nextn_predict_layers", 0),
-        "intermediate_size": keys.number("feed_forward_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads or keys.of_graph("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": keys.of_graph("attention.layer_norm_rms_epsilon", 1e-5),
-        "max_position_embeddings": keys.of_graph("context_length", 2048),
-        "tie_word_embeddings": "output.weight" not in shapes,
-        "rope_theta": theta,
-        "rope_parameters": {"rope_theta": theta} | _scaling(keys, theta, head_dim),
-    }
+    table = ARCHITECTURE_FIELDS[keys.graph]
+    own = table(keys, shapes) if callable(table) else table
+    entries = {name: entry for name, entry in (FIELDS | own).items() if entry is not ABSENT}
+    config = {name: entry(keys, shapes) if callable(entry) else entry for name, entry in entries.items()}
+    if config.get("sliding_window"):
+        types = keys.layer_types(config["num_hidden_layers"])
+        config |= {"sliding_window": None} if graph.full_attention_period is None else {"layer_types": types}
+    return config
 
 
 def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
@@ -220,9 +205,7 @@ def _llama3(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
                 "original_max_position_embeddings": LLAMA3_LENGTH,
                 **LLAMA3,
             }
-    raise ConfigError(
-        f"{keys.source}: its RoPE factors match no published Llama 3 or EXAONE 4; import the original folder"
-    )
+    raise ConfigError(f"{keys.source}: its RoPE factors are not published ones of Llama 3; import the original folder")
 
 
 class Key(NamedTuple):
@@ -246,6 +229,11 @@ class Present(NamedTuple):
         return f"blk.0.{self.name}" in shapes
 
 
+def _rope(keys: Keys, shapes: Shapes) -> dict[str, Any]:
+    theta = keys.of_graph("rope.freq_base", 10000.0)
+    return {"rope_theta": theta} | _scaling(keys, theta, keys.head_dim)
+
+
 def _rotary_factor(keys: Keys, shapes: Shapes) -> float:
     """The share of the dims of a head that RoPE rotates."""
     return keys.of_graph("rope.dimension_count", keys.head_dim) / max(keys.head_dim, 1)
@@ -259,6 +247,21 @@ LAYER_NORM = {"layer_norm_eps": LAYER_NORM_EPS, "rms_norm_eps": ABSENT}
 NO_ROPE = dict.fromkeys(("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_theta"), ABSENT)
 RMS_NORM_EPS = Key("attention.layer_norm_rms_epsilon", 1e-5)
 WINDOW = Key("attention.sliding_window")
+# Of every graph whose entry has no others.
+FIELDS: FieldTable = {
+    "vocab_size": lambda _, shapes: shapes["token_embd.weight"][0],
+    "hidden_size": Key("embedding_length"),
+    "num_hidden_layers": lambda keys, _: keys.number("block_count") - keys.of_graph("nextn_predict_layers", 0),
+    "intermediate_size": Key("feed_forward_length"),
+    "num_attention_heads": Key("attention.head_count"),
+    "num_key_value_heads": lambda keys, _: keys.kv_heads,
+    "head_dim": lambda keys, _: keys.head_dim,
+    "rms_norm_eps": RMS_NORM_EPS,
+    "max_position_embeddings": Key("context_length", 2048),
+    "tie_word_embeddings": lambda _, shapes: "output.weight" not in shapes,
+    "rope_theta": Key("rope.freq_base", 10000.0),
+    "rope_parameters": _rope,
+}
 COUNT, USED, EXPERT_WIDTH = Key("expert_count"), Key("expert_used_count"), Key("expert_feed_forward_length")
 DENSE_LAYERS, EXPERT_SCALE = Key("leading_dense_block_count", 0), Key("expert_weights_scale", 1.0)
 EXPERTS = {"num_experts": COUNT, "num_experts_per_tok": USED}
@@ -397,6 +400,7 @@ def _granite_hybrid(keys: Keys, shapes: Shapes) -> FieldTable:
         "attention_bias": any(name.endswith("attn_q.bias") for name in shapes),
         "mlp_bias": None,
         "layer_types": ["attention" if heads else "mamba" for heads in kv_heads],
+        "num_key_value_heads": max(kv_heads, default=0) or Key("attention.head_count"),
         "position_embedding_type": "rope" if keys.of_graph("rope.scaling.finetuned", True) else "nope",
         "num_local_experts": Key("expert_count", 0),
         "num_experts_per_tok": Key("expert_used_count", 0),
@@ -408,7 +412,8 @@ def _lfm2(keys: Keys, shapes: Shapes) -> FieldTable:
     kv_heads = keys.require(f"{keys.graph}.attention.head_count_kv", list)
     types = ["full_attention" if heads else "conv" for heads in kv_heads]
     own = {"conv_L_cache": Key("shortconv.l_cache"), "norm_eps": RMS_NORM_EPS, "block_auto_adjust_ff_dim": False}
-    return {"model_type": "lfm2", "layer_types": types, "rms_norm_eps": ABSENT, **own}
+    own |= {"num_key_value_heads": max(kv_heads, default=0) or Key("attention.head_count"), "rms_norm_eps": ABSENT}
+    return {"model_type": "lfm2", "layer_types": types, **own}
 
 
 def _afmoe(keys: Keys, shapes: Shapes) -> FieldTable:
@@ -429,7 +434,7 @@ def _afmoe(keys: Keys, shapes: Shapes) -> FieldTable:
 
 def _falcon(keys: Keys, shapes: Shapes) -> FieldTable:
     heads = keys.number("attention.head_count")
-    kv_heads, norms = keys.of_graph("attention.head_count_kv", heads), 1 + ("blk.0.attn_norm_2.weight" in shapes)
+    kv_heads, norms = keys.kv_heads, 1 + ("blk.0.attn_norm_2.weight" in shapes)
     is_new = norms == 2 or kv_heads not in (1, heads)
     return {
         "model_type": "falcon",
@@ -543,9 +548,7 @@ ARCHITECTURE_FIELDS: dict[str, FieldTable | Callable[[Keys, Shapes], FieldTable]
     },
     "starcoder": GPT2 | {
         "model_type": "gpt_bigcode", "activation_function": "gelu_pytorch_tanh",
-        "multi_query": lambda keys, _: (
-            keys.of_graph("attention.head_count_kv", keys.number("attention.head_count")) == 1
-        ),
+        "multi_query": lambda keys, _: keys.kv_heads == 1,
     },
     "jais2": {"model_type": "jais2", **LAYER_NORM},
 }  # fmt: skip

@@ -105,22 +105,12 @@ def _graph_mismatches(design: ModelConfig, config: ConfigFields, graph: Architec
         yield Mismatch("layers.*.mixer.head_dim", head_dim, design.width / mixer.heads)
     if not graph.grouped_heads and mixer.kv_heads not in (None, mixer.heads):
         yield Mismatch("layers.*.mixer.kv_heads", mixer.kv_heads, mixer.heads)
-    if graph.requires_softcaps:
-        for path, softcap, default in (
-            ("layers.*.mixer.softcap", mixer.softcap, 50.0),
-            ("head.softcap", design.head.softcap, 30.0),
-        ):
-            if softcap is None:
-                yield Mismatch(path, MISSING, default)
     layers = [(path.replace("[", ".").replace("]", ""), layer) for path, layer in design.expand()]
-    for path, layer in layers:
-        kind = None if layer.feedforward is None else layer.feedforward.kind
-        if graph.moe_in_every_layer and kind != "moe":
-            yield Mismatch(f"{path}.feedforward.kind", kind or MISSING, "moe")
     sparse = design_parts.has_experts(design)
-    for index, (path, _) in enumerate(layers):
-        if graph.moe_to_the_end and any(sparse[:index]) and not sparse[index]:
-            yield Mismatch(f"{path}.feedforward.kind", "gated", "moe")
+    for index, (path, layer) in enumerate(layers):
+        if not sparse[index] and (graph.moe_in_every_layer or (graph.moe_to_the_end and any(sparse[:index]))):
+            kind = MISSING if layer.feedforward is None else layer.feedforward.kind
+            yield Mismatch(f"{path}.feedforward.kind", kind, "moe")
     if graph.nope_period is not None:
         yield from _position_mismatches([(path, layer.mixer) for path, layer in layers], graph.nope_period)
     yield from _window_mismatches([(path, getattr(layer.mixer, "window", None)) for path, layer in layers], graph)
