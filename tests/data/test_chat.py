@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import feather, parquet
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
@@ -21,6 +23,7 @@ from heddle.data.chat import (
     pack_best_fit,
     prepare_chat,
 )
+from heddle.data.chat_template import ChatTemplate
 from heddle.data.sources import parse_source
 from heddle.errors import DataError
 from heddle.tokenization.backend import without_added_space
@@ -303,16 +306,63 @@ def test_neutral_fields_of_a_conversation_pass(fields: dict[str, Any], tokenizer
     assert prepare_chat([f"chat:{path}"], tokenizer, 64).report["conversations"] == 2
 
 
-@pytest.mark.parametrize("name", ["talks.jsonl.gz", "talks.json", "talks.ndjson.xz"])
+@pytest.mark.parametrize("name", ["talks.jsonl.gz", "talks.json", "talks.ndjson.xz", "talks.parquet", "talks.arrow"])
 def test_conversations_are_read_under_every_usual_name(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     lines = [line([SAYS, ANSWERS]), line([SAYS, ANSWERS | {"content": "other"}])]
     (tmp_path / "talks.jsonl").write_text("\n".join(lines))
     content = ("[\n" + ",\n".join(lines) + "]" if name.endswith(".json") else "\n".join(lines)).encode()
     packed = {".gz": gzip.compress(content), ".xz": lzma.compress(content)}
     (tmp_path / name).write_bytes(packed.get(Path(name).suffix, content))
+    rows = pa.Table.from_pylist([*map(json.loads, lines)])
+    if name.endswith(".parquet"):
+        parquet.write_table(rows, tmp_path / name)
+    if name.endswith(".arrow"):
+        feather.write_feather(rows, tmp_path / name, compression="uncompressed")
     plain, other = (prepare_chat([f"chat:{tmp_path / each}"], tokenizer, 64) for each in ("talks.jsonl", name))
     assert other.hash == plain.hash
     assert len(plain.train.conversations) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [SAYS, ANSWERS], "tools": ["f"]}, '"tools".*row 2'),
+        ({"messages": [SAYS, ANSWERS | {"weight": 0}]}, "no answer to train on.*row 2"),
+        ({"messages": None, "text": "x"}, 'no list "messages" on row 2'),
+    ],
+)
+def test_other_columns_of_a_table_are_read_too(
+    row: dict[str, Any], message: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    rows = [dict.fromkeys(row) | {"messages": [SAYS, ANSWERS]}, row]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=message):
+        prepare_chat([f"chat:{tmp_path / 'a.parquet'}"], tokenizer, 64)
+
+
+@pytest.mark.parametrize("template", [None, chats.GENERATION_TEMPLATE, chats.THINK_DROPPING_TEMPLATE])
+def test_what_is_cut_off_is_not_rendered(
+    template: str | None, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a long conversation are those of one encoded whole, and few of its answers are rendered."""
+    backend = Backend.from_str(tokenizer.to_json())
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in chats.SPECIAL_TOKENS])
+    chat_format = ChatFormat(
+        Tokenizer.from_json(backend.to_str()), {} if template is None else {CHAT_TEMPLATE_FILE: template}
+    )
+    messages, rendered = chats.conversation(3, 60), []
+    whole = chat_format.encode(messages)
+    render = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda *args, **names: rendered.append(1) or render(*args, **names))
+    for most in (1, 40, 300, 10**6):
+        rendered.clear()
+        rows = chat_format.encode(messages, (), most)
+        expected, found = (
+            [(row.tokens[:most].tolist(), mask) for row in each if any(mask := row.assistant_mask[:most].tolist())]
+            for each in (whole, rows)
+        )
+        assert found == expected
+        assert most > 300 or len(rendered) < 60
 
 
 @pytest.mark.parametrize("fields", [{"weight": 0}, {"train": False}, {"weight": None}])

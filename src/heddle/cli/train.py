@@ -15,8 +15,8 @@ MAX_RANKS = 1024  # of one machine
 def train(settings: TrainSettings) -> None:
     """Train a design; print its bits per byte on held-out text and a generated sample.
 
-    With --data chat:FILE.jsonl it trains on conversations, with a loss on the assistant's text; with --data
-    recall:mqar,pairs=8 on a synthetic recall task, and prints the accuracy.
+    With --data chat:FILE (.jsonl, .parquet or .arrow) it trains on conversations, with a loss on the assistant's text;
+    with --data recall:mqar,pairs=8 on a synthetic recall task, and prints the accuracy.
     """
     launch_ranks(click.get_current_context().find_root().obj, settings.nproc, settings.max_restarts)
     from heddle.training.run import train

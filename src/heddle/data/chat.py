@@ -1,6 +1,7 @@
-"""`chat:FILE.jsonl`: conversations packed into rows; the loss counts only the assistant's tokens.
+"""`chat:FILE`: conversations packed into rows; the loss counts only the assistant's tokens.
 
-A line is `{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}`.
+A line, or a row of a Parquet or Arrow file, is
+`{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from heddle import progress
-from heddle.data.documents import UnreadableError, read_records
+from heddle.data.documents import UnreadableError
+from heddle.data.hub import TABLE_SUFFIXES, read_rows
 from heddle.data.samples import Batch, epoch_shuffle
 from heddle.data.sources import is_in_validation
 from heddle.errors import DataError, describe_path
@@ -161,30 +163,40 @@ class ChatFormat:
             position = position if found < 0 else found + len(content)
         return seams
 
-    def encode(self, messages: Messages, untrained: Collection[int] = ()) -> list[TokenizedConversation]:
+    def encode(
+        self, messages: Messages, untrained: Collection[int] = (), most_tokens: int | None = None
+    ) -> list[TokenizedConversation]:
         """Encode the conversation as one sequence; anything after the last answer is left out.
 
         untrained: indices of answers without loss. Some templates render earlier turns differently from the last one
         (they drop its reasoning); then each answer gets its own sequence. Raises UnreadableError, whose text completes
         a sentence about the data.
+
+        most_tokens: sequences will be cut to so many, so the first answer that begins after them is the last one read.
+        (Each answer is rendered with all messages before it.)
         """
-        answers: list[tuple[int, str, bool]] = []  # begin, text up to its end, whether it is trained on
-        for number, message in enumerate(messages):
+        for message in messages:
             self._check_content(message["content"])
-            if message["role"] == ASSISTANT:
-                prompt = self._render(messages[:number], True)
-                through_answer = self._render(messages[: number + 1], False)
-                if not through_answer.startswith(prompt):
-                    raise UnreadableError("does not fit the chat template: an answer does not follow its prompt")
-                answers.append((len(prompt), through_answer, number not in untrained))
-        full_text = answers[-1][1]
+        answers: list[tuple[int, str, bool]] = []  # begin, text up to its end, whether it is trained on
+        counted = most_tokens or 0  # the length at which a prompt's tokens are counted next
+        ends, full_text = [number for number, message in enumerate(messages, 1) if message["role"] == ASSISTANT], ""
+        for end in ends:
+            prompt, full_text = self._render(messages[: end - 1], True), self._render(messages[:end], False)
+            if not full_text.startswith(prompt):
+                raise UnreadableError("does not fit the chat template: an answer does not follow its prompt")
+            answers.append((len(prompt), full_text, end - 1 not in untrained))
+            if most_tokens is not None and len(prompt) > counted:
+                tokens = len(self.tokenizer.encode_with_offsets(prompt))
+                if tokens > most_tokens:
+                    full_text = self._render(messages[: ends[-1]], False)
+                    break
+                counted = len(prompt) * most_tokens // tokens
         if all(full_text.startswith(text) for _, text, _ in answers):
             spans = [(start, len(text), is_learned) for start, text, is_learned in answers]
             return [self._encode_answers(full_text, spans)]
-        ends = [number for number, message in enumerate(messages, 1) if message["role"] == ASSISTANT]
         return [
             self._encode_answers(text, [(start, len(text), True)], self._seams(messages[:end], text))
-            for end, (start, text, is_learned) in zip(ends, answers, strict=True)
+            for end, (start, text, is_learned) in zip(ends, answers, strict=False)
             if is_learned
         ]
 
@@ -423,7 +435,7 @@ def prepare_chat(
     content_hash, splits, count = hashlib.sha256(), _ConversationSplit(sequence_length), 0
     with progress.progress_bar("reading", None, "bytes") as bar:
         for path in paths:
-            for digest, rows, size in _read_conversations(path, chat_format):
+            for digest, rows, size in _read_conversations(path, chat_format, sequence_length + 1):
                 content_hash.update(digest)
                 splits.add(digest, rows)
                 count += 1
@@ -527,29 +539,29 @@ def pack_best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
 
 def _read_conversations(
-    path: Path, chat_format: ChatFormat
+    path: Path, chat_format: ChatFormat, most_tokens: int
 ) -> Iterator[tuple[bytes, list[TokenizedConversation], int]]:
     """For each line: the hash of the conversation, its rows, and its size in bytes. Raises DataError."""
     label = printable(str(path))
     what = describe_path(path)
     if what != "is a file":
         raise DataError(f"data file {label} {what}: give chat:FILE.jsonl.")
-    line_number = 0
+    line_number, unit = 0, "row" if path.suffix.lower() in TABLE_SUFFIXES else "line"
     try:
-        for number, record in read_records(path):
+        for number, record in read_rows(path):
             line_number = number
             messages, untrained = _parse_messages(record)
             parts: list[Any] = [[message["role"], message["content"]] for message in messages]
             content = json.dumps(parts + ([{"untrained": untrained}] if untrained else [])).encode()
-            yield hashlib.sha256(content).digest(), chat_format.encode(messages, untrained), len(content)
+            yield hashlib.sha256(content).digest(), chat_format.encode(messages, untrained, most_tokens), len(content)
     except _InvalidRecordError as error:
-        raise DataError(f"data file {label} {error} on line {line_number}: give {_EXPECTED_RECORD}.") from error
+        raise DataError(f"data file {label} {error} on {unit} {line_number}: give {_EXPECTED_RECORD}.") from error
     except UnreadableError as error:
-        is_placed = not line_number or re.search(r"(line|item) \d", str(error))
-        location = "" if is_placed else f", line {line_number},"
+        is_placed = not line_number or re.search(r"(line|item|row) \d", str(error))
+        location = "" if is_placed else f", {unit} {line_number},"
         raise DataError(f"data file {label}{location} {error}.") from error
     if line_number == 0:
-        raise DataError(f"data file {label} is empty: give one conversation per line.")
+        raise DataError(f"data file {label} is empty: give one conversation per {unit}.")
 
 
 _EXPECTED_RECORD = f'{{"messages": [{{"role": "{"|".join(ROLES)}", "content": "…"}}, …]}} with text and an answer'

@@ -32,6 +32,7 @@ from heddle.data.documents import (
     naming_remedy,
     open_text,
     read_documents,
+    read_records,
     text_suffix,
 )
 from heddle.errors import DataError, HeddleError, describe_path, pip_install
@@ -48,7 +49,8 @@ from heddle.storage.file_io import replace_file
 HF_PREFIX = "hf:"
 OPTIONS = ("text", "split", "rows")
 ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
-DATASET_SUFFIXES = (".parquet", *ARROW_SUFFIXES, *JSON_LINES_SUFFIXES, ".json")
+TABLE_SUFFIXES = (".parquet", *ARROW_SUFFIXES)
+DATASET_SUFFIXES = (*TABLE_SUFFIXES, *JSON_LINES_SUFFIXES, ".json")
 # A file belongs to a split if one of these words is in its path.
 SPLIT_NAMES = {
     "train": {"train", "training"},
@@ -136,7 +138,7 @@ def list_dataset_files(dataset: HFDataset) -> tuple[list[Path], list[Path]]:
 
 def read_any_text(path: Path, skipped: SkippedRecords | None = None) -> Iterator[str]:
     """Yield the documents of any text file; for a Parquet or Arrow file, those in its column `text`."""
-    if path.suffix.lower() in (".parquet", *ARROW_SUFFIXES):
+    if path.suffix.lower() in TABLE_SUFFIXES:
         yield from read_column(path, skipped, "text")
     else:
         yield from read_documents(path, skipped=skipped)
@@ -150,47 +152,65 @@ def read_column(path: Path, skipped: SkippedRecords | None, column: str, argumen
     Raises UnreadableError if the column is missing, naming the existing columns, or if the text is more than a hundred
     times as large as the file.
     """
-    suffix, skipped = path.suffix.lower(), SkippedRecords() if skipped is None else skipped
+    skipped = SkippedRecords() if skipped is None else skipped
     if text_suffix(path) in (*JSON_LINES_SUFFIXES, *MAYBE_RECORDS):
         yield from read_documents(path, column, skipped, argument)
         return
-    pyarrow = import_pyarrow()
+    size = number = 0
+    for rows in _read_table(path, partial(_check_column, column=column, path=path, argument=argument)):
+        for text in rows.column(0).to_pylist():
+            number += 1
+            if text is None:
+                skipped.add(f'has no text in "{column}" of row {number}')
+                continue
+            data = text.encode("utf-8")
+            check_ratio(size := size + len(data), path)
+            yield from documents_from_bytes(data)
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number and value of each record, as `read_records`; a row of a Parquet or Arrow file is one.
+
+    Raises UnreadableError.
+    """
+    if path.suffix.lower() not in TABLE_SUFFIXES:
+        yield from read_records(path)
+        return
+    size = number = 0
+    for rows in _read_table(path, lambda schema: None):
+        check_ratio(size := size + rows.nbytes, path)
+        for row in rows.to_pylist():
+            yield (number := number + 1), row
+
+
+def _read_table(path: Path, check: Callable[[Any], int | None]) -> Iterator[Any]:
+    """Yield a few rows at a time of the column that `check` finds in the schema; None: of all columns."""
+    pyarrow, suffix = import_pyarrow(), path.suffix.lower()
     with open_text(path):  # refuses what is not a file, or a pointer to one
         pass
-    size = number = 0
     try:
-        check = partial(_check_column, column=column, path=path, argument=argument)
-        batches = _read_parquet(path, check) if suffix == ".parquet" else _read_arrow(pyarrow, path, check)
-        for batch in batches:
+        for batch in _read_parquet(path, check) if suffix == ".parquet" else _read_arrow(pyarrow, path, check):
             batch.validate(full=True)  # the lengths in a damaged file may be wrong
-            for first in range(0, len(batch), _TEXT_ROWS):
-                for text in batch.slice(first, _TEXT_ROWS).to_pylist():
-                    number += 1
-                    if text is None:
-                        skipped.add(f'has no text in "{column}" of row {number}')
-                        continue
-                    data = text.encode("utf-8")
-                    check_ratio(size := size + len(data), path)
-                    yield from documents_from_bytes(data)
+            yield from (batch.slice(first, _TEXT_ROWS) for first in range(0, len(batch), _TEXT_ROWS))
     except (pyarrow.ArrowException, UnicodeError, OSError, OverflowError) as error:
         reason = printable(str(error))[:120]
         raise UnreadableError(f"cannot be read as {suffix} ({reason}): save the data set again") from error
 
 
-def _read_parquet(path: Path, check: Callable[[Any], int]) -> Iterator[Any]:
+def _read_parquet(path: Path, check: Callable[[Any], int | None]) -> Iterator[Any]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
-        column = file.schema_arrow.names[check(file.schema_arrow)]
+        index = check(file.schema_arrow)
+        columns = None if index is None else [file.schema_arrow.names[index]]
         check_ratio(file.metadata.num_rows, path)  # nulls take no bytes
         for group in range(file.metadata.num_row_groups):
             check_ratio(file.metadata.row_group(group).total_byte_size, path)
-        for batch in file.iter_batches(_BATCH_ROWS, columns=[column], use_threads=False):
-            yield batch.column(0)
+        yield from file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False)
 
 
-def _read_arrow(pyarrow: Any, path: Path, check: Callable[[Any], int]) -> Iterator[Any]:
-    """Read a column of an IPC file or IPC stream (`datasets` writes streams), which must be complete.
+def _read_arrow(pyarrow: Any, path: Path, check: Callable[[Any], int | None]) -> Iterator[Any]:
+    """Read the column, or all, of an IPC file or IPC stream (`datasets` writes streams), which must be complete.
 
     Raises UnreadableError for compressed batches of too many bytes before one is decompressed.
     """
@@ -208,13 +228,13 @@ def _read_arrow(pyarrow: Any, path: Path, check: Callable[[Any], int]) -> Iterat
     open_ipc = ipc.open_file if is_file else ipc.open_stream
     with pyarrow.OSFile(str(path)) as source:
         index = check(open_ipc(source).schema)
-    options = ipc.IpcReadOptions(included_fields=[index], use_threads=False)
+    options = ipc.IpcReadOptions(included_fields=None if index is None else [index], use_threads=False)
     with pyarrow.OSFile(str(path)) as source:
         reader = open_ipc(source, options=options)
         if is_file:
-            yield from (reader.get_batch(number).column(0) for number in range(reader.num_record_batches))
+            yield from map(reader.get_batch, range(reader.num_record_batches))
         else:
-            yield from (batch.column(0) for batch in reader)
+            yield from reader
 
 
 # Metadata of an Arrow IPC message is a flatbuffer (format/Message.fbs, format/File.fbs of Apache Arrow): a table begins
