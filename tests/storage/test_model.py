@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from heddle.errors import CheckpointError, ConfigError
+from heddle.exchange.imported_checkpoint import open_checkpoint
 from heddle.laws.harness import forward_no_grad
 from heddle.model.decoder import Decoder, build
 from heddle.storage.checkpoints import checkpoint_folder
@@ -55,6 +56,21 @@ def test_dtypes(load_dtype: torch.dtype, tmp_path: Path) -> None:
     narrow, _ = load(tmp_path / "model", dtype=torch.bfloat16)
     assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(narrow.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("part", ["embed", "layers.0", "final_norm"])
+def test_matrices_of_two_dtypes_need_one(
+    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build(small.config(), dtype=torch.bfloat16)
+    model.get_submodule(part).to(torch.float32)
+    save(model, tmp_path / "model")
+    load(tmp_path / "model", dtype=torch.float32)[0](torch.tensor([[1, 2]]))  # as the warning says
+    open_checkpoint(tmp_path / "model")  # an export keeps them
+    assert not capsys.readouterr().err
+    kept, _ = load(tmp_path / "model")
+    assert len({each.dtype for each in kept.parameters()}) == 2
+    assert ("dtype=torch.float32" in capsys.readouterr().err) == (part != "final_norm")
 
 
 def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:

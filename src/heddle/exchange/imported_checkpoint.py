@@ -9,7 +9,7 @@ import torch
 from heddle.exchange.safetensors_folder import parse_json, read_text_file
 from heddle.model.decoder import Decoder
 from heddle.storage.folder import read_folder
-from heddle.storage.model import IMPORTED_FILE, find_model_folder, load, trained_length
+from heddle.storage.model import IMPORTED_FILE, find_model_folder, restore_model, trained_length
 from heddle.storage.run_log import CHECKPOINTS_FOLDER
 from heddle.tokenization.tokenizer import COMPANION_FILES, Tokenizer
 
@@ -69,8 +69,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> ImportedM
 
     Raises as `heddle.load`.
     """
-    checkpoint = find_model_folder(folder)
-    model, tokenizer = load(checkpoint, dtype)
-    documents = read_folder(checkpoint).documents
-    tokenizer_files = {name: text for name, text in documents.items() if name in COMPANION_FILES}
-    return ImportedModel(model, tokenizer, tokenizer_files)
+    contents = read_folder(find_model_folder(folder))
+    tokenizer_files = {name: text for name, text in contents.documents.items() if name in COMPANION_FILES}
+    model = restore_model(contents, dtype, "cpu").eval()
+    return ImportedModel(model, Tokenizer.from_files(contents.documents), tokenizer_files)

@@ -65,11 +65,17 @@ def load(
 ) -> tuple[Decoder, Tokenizer | None]:
     """Read a model folder, or the newest checkpoint of a run, and verify every byte.
 
-    dtype: None keeps the file's dtype. Returns the model in eval mode, and its tokenizer if it has one. Raises
-    CheckpointError, naming the defective file and tensor.
+    dtype: None keeps the file's dtypes; a warning says if matrices differ, which cannot be multiplied. Returns the
+    model in eval mode, and its tokenizer if it has one. Raises CheckpointError, naming the defective file and tensor.
     """
     contents = read_folder(find_model_folder(Path(folder)))
     model = restore_model(contents, dtype, device)
+    weights = [(name, each) for name, each in model.named_parameters() if name.endswith(".weight")]
+    if len(kinds := {str(each.dtype) for _, each in weights if each.requires_grad and each.ndim == 2}) > 1:
+        print_warning(
+            f"{folder}: holds matrices of {' and '.join(sorted(kinds))};"
+            " to compute, give a dtype: load(…, dtype=torch.float32)"
+        )
     return model.eval(), Tokenizer.from_files(contents.documents)
 
 
