@@ -132,7 +132,6 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"'attn_logit_softcapping'.*50.0"),
     ("gemma3_text", {"sliding_window_pattern": 0, "layer_types": None}, r"'sliding_window_pattern'.*0.*least 1"),
     ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "full_at"),
-    ("dbrx", {"attn_config": {"rope_theta": 5e5}, "rope_parameters": None}, "transformers computes with 10000.0"),
     ("olmo3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "full_attention"),
     ("olmo3", {"rope_parameters": NESTED | {"rope_type": "default", "rope_theta": 7.0}}, "that differs from both"),
     ("olmo3", {"rope_parameters": NESTED | {FULL: SHORT_YARN}}, r"transformers.*'truncate'"),

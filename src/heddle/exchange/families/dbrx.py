@@ -1,7 +1,7 @@
 """DBRX (Databricks 2024): 4 of 16 experts in every layer, clipped queries, keys and values, norms without biases.
 
-Published files have the base of RoPE in `attn_config`; transformers computes with the top level's, 10,000 if absent, so
-the two must agree. Its class divides gates by a p-norm; heddle builds p = 1, or none.
+Published files have the base of RoPE in `attn_config`; transformers reads it from the top level, so the two must agree
+where both are present. Its class divides gates by a p-norm; heddle builds p = 1, or none.
 """
 
 from typing import Any
@@ -37,11 +37,9 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
     attention, experts = tables
     depth, heads = _layer_types.read_depth(config), config.require_count("num_attention_heads")
     head_dim = config.require("hidden_size", int) // heads
-    position = read_rope(config, head_dim, 10000.0)
+    position = read_rope(config, head_dim, attention.get("rope_theta", 10000.0))
     if attention.get("rope_theta", position["base"]) != position["base"]:
-        raise attention.invalid(
-            "rope_theta", f"but transformers computes with {position['base']}; give it at the top, too"
-        )
+        raise attention.invalid("rope_theta", f"but the model's is {position['base']}; make them equal")
     clip = attention.optional("clip_qkv")
     mixer = {
         "kind": "attention",
