@@ -1,5 +1,6 @@
 """The server answers as OpenAI's does, and refuses wrong requests in a sentence that names the field."""
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -218,14 +219,36 @@ def test_a_field_of_the_other_address_names_it(path: str, name: str, value: Any,
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[1]", b"\xff", b"[" * 9000, b'{"seed": NaN}', b'{"seed": ' + b"9" * 5000 + b"}"],
-    ids=["empty", "cut", "list", "latin", "nested", "nan", "digits"],
+    ("content", "named"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"[1]", "object"),
+        (b"\xff", "UTF-8"),
+        (b"[" * 9000, "nested"),
+        (b'{"seed": NaN}', "NaN"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
+        (b'{"prompt": "a", "seed": 1, "prompt": "b"}', "'prompt' twice"),
+        (b'{"tools": [{"type": 1, "type": 2}]}', "'type' twice"),
+    ],
 )
-def test_bodies_that_are_no_request_are_refused(content: bytes, server: Running) -> None:
+def test_bodies_that_are_no_request_are_refused(content: bytes, named: str, server: Running) -> None:
     answer = server.client.post("/v1/completions", content=content)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("body: ")
+    message = answer.json()["error"]["message"]
+    assert message.startswith("body: ")
+    assert named in message
+
+
+def test_a_body_is_json_without_a_coding(server: Running) -> None:
+    body = json.dumps({"prompt": "The", "max_tokens": 1}).encode()
+    answers = [
+        server.client.post("/v1/completions", content=content, headers={"Content-Encoding": coding})
+        for content, coding in ((b"\xef\xbb\xbf" + body, "identity"), (gzip.compress(body), "gzip"))
+    ]
+    assert [answer.status_code for answer in answers] == [200, 415]
+    assert answers[1].json()["error"]["param"] == "Content-Encoding"
 
 
 @pytest.mark.parametrize(
@@ -236,6 +259,13 @@ def test_bodies_that_are_no_request_are_refused(content: bytes, server: Running)
 def test_wrong_messages_are_refused(messages: Any, server: Running) -> None:
     answer = server.client.post("/v1/chat/completions", json={"model": NAME, "messages": messages})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+def test_a_chat_that_asks_for_no_token_is_not_sent_to_echo(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 0}
+    error = server.client.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "max_tokens"
+    assert "echo" not in error["message"]
 
 
 def test_special_tokens_in_a_message_are_refused(server: Running) -> None:

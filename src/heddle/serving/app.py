@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
+from heddle.errors import shorten_value
 from heddle.progress import print_warning
 from heddle.serving.engine import (
     Engine,
@@ -223,6 +224,9 @@ class Application:
     async def read_body(self, request: Request) -> bytes:
         """Read a request's body. Raises RequestError as soon as it is too long or too slow."""
         limit, body = self.engine.limits.max_body, bytearray()
+        if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+            sentence = f"Content-Encoding: {shorten_value(coding)} is not supported; send the body as plain JSON"
+            raise RequestError(sentence, "Content-Encoding", 415)
         length = request.headers.get("content-length", "0")
         is_long = length.isdecimal() and int(length[:20]) > limit  # then nothing of it is read
         try:

@@ -4,6 +4,7 @@ import json
 import math
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,7 +182,7 @@ class JsonGrammars:
         if reason:
             sentence = f"response_format: the schema cannot be followed ({printable(reason)[:200]})"
             raise RequestError(sentence, "response_format")
-        return lambda: Grammar(LLMatcher(self._tokenizer, grammar))
+        return lambda: Grammar(LLMatcher(self._tokenizer, grammar, log_level=0))  # its errors go to the client
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ class RequestReader:
             raise RequestError(sentence, "n")
         first = TextRequest(
             prompt_ids=prompts[0][0],
-            new_tokens=self._new_tokens(fields, least=0 if prompts[0][1] is not None else 1),
+            new_tokens=self._new_tokens(fields, kind, least=0 if prompts[0][1] is not None else 1),
             temperature=temperature,
             top_p=None if top_p == 1.0 else top_p,
             top_k=max(0, int(_number(fields, "top_k", 0, (-1, self.tokenizer.vocab_size), whole=True))) or None,
@@ -299,12 +300,12 @@ class RequestReader:
             for index in range(count)
         ]
 
-    def _new_tokens(self, fields: Mapping[str, Any], least: int) -> int:
+    def _new_tokens(self, fields: Mapping[str, Any], kind: str, least: int) -> int:
         name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         if "max_tokens" in fields and fields["max_tokens"] != fields[name]:
             raise RequestError(f"{name}: differs from max_tokens, its older name; give only one of them", name)
         default = min(DEFAULT_TOKENS, self.limits.max_new_tokens)
-        note = f"; {raised_by('max_new_tokens')}" + (", and 0 needs echo" if least else "")
+        note = f"; {raised_by('max_new_tokens')}" + (", and 0 needs echo" if least and kind == "completions" else "")
         return int(_number(fields, name, default, (least, self.limits.max_new_tokens), whole=True, note=note))
 
     def _stop_ids(self, fields: Mapping[str, Any], kind: str) -> tuple[int, ...]:
@@ -502,10 +503,14 @@ class RequestReader:
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a body as a JSON object. Raises RequestError."""
     try:
-        fields = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
-        json.dumps(fields, ensure_ascii=False).encode("utf-8")  # fails for lone surrogates
-    except UnicodeError as error:
-        raise RequestError("body: is not UTF-8 text") from error
+        fields = json.loads(
+            body.decode("utf-8-sig"), parse_constant=_refuse_constant, object_pairs_hook=_without_repeats
+        )
+        json.dumps(fields, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError("body: is not UTF-8 text; encode it as UTF-8") from error
+    except UnicodeEncodeError as error:
+        raise RequestError("body: has half a surrogate pair; send whole characters") from error
     except (ValueError, RecursionError) as error:
         raise RequestError(f"body: is not JSON ({parse_error_reason(error)})") from error
     if not isinstance(fields, dict):
@@ -542,6 +547,14 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise RequestError(f"body: has {shorten_value(name)} twice in one object; send it once")
+    return fields
 
 
 def raised_by(limit: str) -> str:
