@@ -224,7 +224,8 @@ class Application:
     async def read_body(self, request: Request) -> bytes:
         """Read a request's body. Raises RequestError as soon as it is too long or too slow."""
         limit, body = self.engine.limits.max_body, bytearray()
-        if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        coding = request.headers.get("content-encoding", "")
+        if coding.strip().lower() not in ("", "identity"):
             sentence = f"Content-Encoding: {shorten_value(coding)} is not supported; send the body as plain JSON"
             raise RequestError(sentence, "Content-Encoding", 415)
         length = request.headers.get("content-length", "0")
