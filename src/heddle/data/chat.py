@@ -245,16 +245,17 @@ class ChatFormat:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template writes a content that is a list of parts, and loses one that is a text."""
+        """Whether the template writes the text of a content that is a list of parts, and loses one that is a text."""
         return not any(map(self._writes, _ASKING)) and any(
             self._writes([*map(_in_parts, messages)]) for messages in _ASKING
         )
 
     def _writes(self, messages: Messages) -> bool:
         try:
-            return _PROBE in self._rendered(messages, False)
+            text = self._rendered(messages, False)
         except UnreadableError:
             return False
+        return _PROBE in text and not _WRITTEN_PART.search(text)
 
     def _render(
         self, messages: Messages, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
@@ -340,6 +341,7 @@ def special_token_text(token: Any) -> str | None:
 
 CHAT_PREFIX = "chat:"
 _PROBE = "Xyzzy"  # an answer
+_WRITTEN_PART = re.compile(r"""['"]type['"]""")  # the part itself, not its text
 _ASKED = ({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _PROBE})
 _ASKING = (_ASKED, ({"role": "system", "content": "a"}, *_ASKED))  # some templates need a system message
 TRAIN_FIELDS = ("weight", "train", "training")  # of a message, in OpenAI's and axolotl's files
