@@ -59,9 +59,7 @@ def test_dtypes(load_dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["embed", "layers.0", "final_norm"])
-def test_matrices_of_two_dtypes_need_one(
-    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_matrices_of_two_dtypes_need_one(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = build(small.config(), dtype=torch.bfloat16)
     model.get_submodule(part).to(torch.float32)
     save(model, tmp_path / "model")
