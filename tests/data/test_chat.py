@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from heddle.data.chat import (
     prepare_chat,
 )
 from heddle.data.chat_template import ChatTemplate
+from heddle.data.documents import UnreadableError
+from heddle.data.hub import read_any_text
 from heddle.data.sources import parse_source
 from heddle.errors import DataError
 from heddle.tokenization.backend import without_added_space
@@ -325,6 +328,9 @@ def test_conversations_are_read_under_every_usual_name(name: str, tokenizer: Tok
         feather.write_feather(rows, tmp_path / name, compression="uncompressed")
     plain, other = (prepare_chat([f"chat:{tmp_path / each}"], tokenizer, 64) for each in ("talks.jsonl", name))
     assert other.hash == plain.hash
+    with pytest.raises(UnreadableError) as caught:  # as plain text
+        list(read_any_text(tmp_path / name))
+    assert shlex.split(str(caught.value).split(" with ")[1]) == [f"chat:{tmp_path / name}"]
     assert len(plain.train.conversations) == 1
 
 
