@@ -361,10 +361,15 @@ def test_what_is_cut_off_is_not_rendered(
     chat_format = ChatFormat(
         Tokenizer.from_json(backend.to_str()), {} if template is None else {CHAT_TEMPLATE_FILE: template}
     )
-    messages, rendered = chats.conversation(3, 60), []
+    messages, rendered = chats.conversation(3, 60), list[ChatTemplate]()
     whole = chat_format.encode(messages)
     render = ChatTemplate.render
-    monkeypatch.setattr(ChatTemplate, "render", lambda *args, **names: rendered.append(1) or render(*args, **names))
+
+    def counted(template: ChatTemplate, *args: Any, **names: Any) -> str:
+        rendered.append(template)
+        return render(template, *args, **names)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
     for most in (1, 40, 300, 10**6):
         rendered.clear()
         rows = chat_format.encode(messages, (), most)
