@@ -124,6 +124,8 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFix
         port = first._server.server_port
         with pytest.raises(ConfigError, match=f"port {port}:"):
             LivePage(port)
+        with pytest.raises(ConfigError, match="port 65536:"):
+            LivePage(2**16)
         assert (
             run_command(["compare", "preset:gqa-tiny", "--out", str(tmp_path), "--dry-run", "--port", str(port)]) == 2
         )

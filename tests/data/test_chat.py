@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from heddle.data.chat import (
     prepare_chat,
 )
 from heddle.data.chat_template import ChatTemplate
+from heddle.data.documents import UnreadableError
+from heddle.data.hub import read_any_text
 from heddle.data.sources import parse_source
 from heddle.errors import DataError
 from heddle.tokenization.backend import without_added_space
@@ -214,6 +217,9 @@ SAYS, ANSWERS = {"role": "user", "content": "a"}, {"role": "assistant", "content
         (line([SAYS, ANSWERS | {"content": None, "tool_calls": [1]}]), '"tool_calls"'),
         (line([SAYS, ANSWERS], tools=[{}]), r'"tools".*line 2'),
         (line([SAYS, ANSWERS], functions=[{}]), r'"functions".*line 2'),
+        (line([SAYS, ANSWERS], system="Weave."), r'"system" beside.*in a message, or.*line 2'),
+        (line([SAYS, ANSWERS], images=["a.png"]), r'"images" beside.*line 2'),
+        (line([SAYS, ANSWERS], chat_template_kwargs={"think": False}), r'"chat_template_kwargs" beside.*line 2'),
         (line([SAYS, {"role": "assistant", "content": "\ud800"}]), r"surrogate.*messages\[1\]"),
         (
             line([SAYS, {"role": "assistant", "content": "x<|end|>"}]),
@@ -280,6 +286,7 @@ def test_a_field_of_another_name_that_may_say_not_to_train_is_refused(
 WHOLE: list[dict[str, Any]] = [{"weight": 0}, {"train": False}, {"weight": 0.5}, {"training": "no"}, {"loss": False}]
 WHOLE += [{"loss_mask": 0}, {"trainable": False}, {"train_on_this": False}, {"sample_weight": 0.0}]
 WHOLE += [{"weights": [1, 0.5]}, {"loss_mask": [0, 1]}, {"mask": {"b": [[True, False]]}}, {"loss_weight": 2}]
+WHOLE += [{"ignore": True}, {"is_skipped": 1}, {"label": False}, {"labels": [-100, 5]}]
 
 
 @pytest.mark.parametrize("field", WHOLE)
@@ -297,7 +304,8 @@ def test_a_conversation_that_is_not_to_be_trained_on_is_refused(
     [
         {"weight": None, "train": "", "training": []},
         {"weight": 1, "train": True, "weights": [1, None], "loss": 2.3, "training_source": "a book"},
-        {"source": 0, "ok": False},
+        {"source": 0, "ok": False, "ignore": False, "label": 0, "labels": [1]},
+        {"system": "a", "system_prompt": "", "images": [], "tools": None},  # the first message's text
     ],
 )
 def test_neutral_fields_of_a_conversation_pass(fields: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -320,6 +328,9 @@ def test_conversations_are_read_under_every_usual_name(name: str, tokenizer: Tok
         feather.write_feather(rows, tmp_path / name, compression="uncompressed")
     plain, other = (prepare_chat([f"chat:{tmp_path / each}"], tokenizer, 64) for each in ("talks.jsonl", name))
     assert other.hash == plain.hash
+    with pytest.raises(UnreadableError) as caught:  # as plain text
+        list(read_any_text(tmp_path / name))
+    assert shlex.split(str(caught.value).split(" with ")[1]) == [f"chat:{tmp_path / name}"]
     assert len(plain.train.conversations) == 1
 
 

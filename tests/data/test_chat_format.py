@@ -97,6 +97,15 @@ def test_a_template_that_reads_parts_alone_gets_them(chat_tokenizer: Tokenizer) 
     assert other.encode_prompt(messages[:-1]) == plain.encode_prompt(messages[:-1])
 
 
+def test_a_template_that_changes_texts_gets_texts(chat_tokenizer: Tokenizer) -> None:
+    template = "{% for m in messages %}{{ m.role + (m.content | list | join('-')) + '<|eot|>' }}{% endfor %}"
+    chat_format = ChatFormat(chat_tokenizer, {CHAT_TEMPLATE_FILE: template})
+    messages: Any = chats.conversation(1)
+    hf_tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=BackendTokenizer.from_str(chat_tokenizer.to_json()))
+    expected = hf_tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True)["input_ids"]
+    assert chat_format.encode_prompt(messages) == expected
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

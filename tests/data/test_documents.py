@@ -277,11 +277,28 @@ def test_what_a_name_hides_is_named(name: str, tmp_path: Path) -> None:
         "zip": b"PK\x03\x04aaa",
         "tar": b"a.txt".ljust(257, b"\0") + b"ustar\0" + bytes(249),
         "UTF-16": FINE[0].decode().encode("utf-16"),
+        "UTF-32": FINE[0].decode().encode("utf-32"),
     }
     for what, content in contents.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UnreadableError, match=what):
             list(read_documents(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("rest", "is_whole"), [(b" \n\0", True), (b"\n" * 2**21, True), (b"\n[1]", False), (b"x", False)]
+)
+def test_what_follows_an_array_is_not_left_out_without_a_word(rest: bytes, is_whole: bool, tmp_path: Path) -> None:
+    path, skipped = tmp_path / "a.json", SkippedRecords()
+    path.write_bytes(b"[" + FINE[0] + b"]" + rest)
+    assert list(read_documents(path, skipped=skipped)) == ["one"]
+    assert ("more after its array" in skipped.reason) is not is_whole
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_json_text_sequences_are_records(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\x1e" + b"\n\x1e".join(FINE) + b"\n")
+    assert list(read_documents(tmp_path / name)) == ["one", "two", "three"]
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b",\n", b"\n\n", b"\n\x1e"])

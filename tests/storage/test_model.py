@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from heddle.conversion.convert import open_source
+from heddle.conversion.weights import build_model
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.imported_checkpoint import open_checkpoint
 from heddle.laws.harness import forward_no_grad
@@ -58,17 +60,25 @@ def test_dtypes(load_dtype: torch.dtype, tmp_path: Path) -> None:
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(narrow.parameters(), model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("part", ["embed", "layers.0", "final_norm"])
+@pytest.mark.parametrize("part", ["embed", "layers.0.mixer", "layers.0.feedforward.router", "final_norm"])
 def test_matrices_of_two_dtypes_need_one(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = build(small.config(), dtype=torch.bfloat16)
+    """Python is told where a model cannot be run as it is, and a conversion reads it in the wider dtype there."""
+    model, folder, tokens = build(case("moe"), dtype=torch.bfloat16), tmp_path / "model", torch.tensor([[1, 2]])
     model.get_submodule(part).to(torch.float32)
-    save(model, tmp_path / "model")
-    load(tmp_path / "model", dtype=torch.float32)[0](torch.tensor([[1, 2]]))  # as the warning says
-    open_checkpoint(tmp_path / "model")  # an export keeps them
+    save(model, folder)
+    expected = forward_no_grad(load(folder, dtype=torch.float32)[0], tokens)  # as the warning says
+    open_checkpoint(folder)  # an export keeps them
     assert not capsys.readouterr().err
-    kept, _ = load(tmp_path / "model")
-    assert len({each.dtype for each in kept.parameters()}) == 2
-    assert ("dtype=torch.float32" in capsys.readouterr().err) == (part != "final_norm")
+    kept, _ = load(folder)
+    warned = "dtype=torch.float32" in capsys.readouterr().err
+    assert warned is (part in ("embed", "layers.0.mixer"))
+    converted = build_model(open_source(folder).weights)
+    if warned:
+        with pytest.raises(RuntimeError, match="dtype"):
+            forward_no_grad(kept, tokens)
+        assert torch.equal(forward_no_grad(converted, tokens), expected)
+    else:
+        assert torch.equal(forward_no_grad(converted, tokens), forward_no_grad(kept, tokens))
 
 
 def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:

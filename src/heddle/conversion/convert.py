@@ -4,22 +4,23 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from heddle.config import DesignError
 from heddle.conversion.rewrite import Rewrite, UnchangedError, merged_repeats, naming_layers
-from heddle.conversion.weights import CalibrationText, TensorSpec, Weights, build_model
+from heddle.conversion.weights import CalibrationText, OneDtype, TensorSpec, Weights, build_model
 from heddle.errors import CheckpointError, ConfigError
 from heddle.exchange.load import LazyCheckpoint
 from heddle.exchange.safetensors_folder import parse_json, read_text_file
 from heddle.model.config import ModelConfig
-from heddle.model.decoder import Decoder
+from heddle.model.decoder import Decoder, build
 from heddle.model.load_config import load_config
-from heddle.progress import progress_bar
+from heddle.progress import print_status, progress_bar
 from heddle.storage.file_io import refuse_existing
 from heddle.storage.folder import FolderContents, read_folder, tensors_sha256, write_folder
 from heddle.storage.manifest import parse_json_object
@@ -28,6 +29,7 @@ from heddle.storage.model import (
     IMPORTED_FILE,
     WEIGHTS_FILE,
     find_model_folder,
+    multiplied_names,
     read_config,
     read_imported_config,
 )
@@ -115,17 +117,29 @@ def open_source(folder: Path) -> ConversionSource:
     if is_transformers_folder(folder):
         weights = TransformersWeights(folder)
         tokenizer, documents = weights.read_tokenizer()
-        return ConversionSource(folder, weights, weights.weights_sha256, tokenizer, documents, weights.imported_config)
+        in_one = _in_one_dtype(weights, folder)
+        return ConversionSource(folder, in_one, weights.weights_sha256, tokenizer, documents, weights.imported_config)
     contents = read_folder(find_model_folder(folder))
     documents = {name: text for name, text in contents.documents.items() if name in COMPANION_FILES}
     return ConversionSource(
         folder,
-        FolderWeights(contents),
+        _in_one_dtype(FolderWeights(contents), folder),
         lambda: tensors_sha256(contents, WEIGHTS_FILE),
         Tokenizer.from_files(contents.documents),
         documents,
         read_imported_config(contents),
     )
+
+
+def _in_one_dtype(weights: Weights, folder: Path) -> Weights:
+    """The weights in the widest dtype of the matrices, if they differ: a mixed model cannot be run."""
+    names = multiplied_names(build(weights.design, device="meta"))
+    kinds = sorted({weights.specs[name][0] for name in names if name in weights.specs}, key=str)
+    if len(kinds) < 2:
+        return weights
+    dtype = reduce(torch.promote_types, kinds)
+    print_status(f"{folder}: holds matrices of {' and '.join(map(str, kinds))}; all are read in {dtype}")
+    return OneDtype(weights, dtype)
 
 
 def is_transformers_folder(folder: Path) -> bool:

@@ -270,6 +270,19 @@ class ConvertedWeights(Weights):
         return value.to(dtype).contiguous()
 
 
+class OneDtype(ConvertedWeights):
+    """The parameters of a source in one dtype, without a change of the design."""
+
+    def __init__(self, source: Weights, dtype: torch.dtype) -> None:
+        super().__init__(source, source.design)
+        self._dtype = dtype
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """As in `Weights`."""
+        return parameter_specs(self.design, self._dtype)
+
+
 def parameter_specs(design: ModelConfig, dtype: torch.dtype) -> dict[str, TensorSpec]:
     """The dtype and shape of every parameter of a design that is stored in `dtype`."""
     model = build(design, device="meta")

@@ -245,16 +245,17 @@ class ChatFormat:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template writes a content that is a list of parts, and loses one that is a text."""
+        """Whether the template writes the text of a content that is a list of parts, and loses one that is a text."""
         return not any(map(self._writes, _ASKING)) and any(
             self._writes([*map(_in_parts, messages)]) for messages in _ASKING
         )
 
     def _writes(self, messages: Messages) -> bool:
         try:
-            return _PROBE in self._rendered(messages, False)
+            text = self._rendered(messages, False)
         except UnreadableError:
             return False
+        return _PROBE in text and not _WRITTEN_PART.search(text)
 
     def _render(
         self, messages: Messages, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
@@ -340,10 +341,15 @@ def special_token_text(token: Any) -> str | None:
 
 CHAT_PREFIX = "chat:"
 _PROBE = "Xyzzy"  # an answer
+_WRITTEN_PART = re.compile(r"""['"]type['"]""")  # the part itself, not its text
 _ASKED = ({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _PROBE})
 _ASKING = (_ASKED, ({"role": "system", "content": "a"}, *_ASKED))  # some templates need a system message
 TRAIN_FIELDS = ("weight", "train", "training")  # of a message, in OpenAI's and axolotl's files
 _ABOUT_TRAINING = re.compile(r"train|learn|loss|weight|mask", re.IGNORECASE)  # names of fields beside `messages`
+_LEFT_OUT = re.compile(r"(is_)?(ignored?|skip(ped)?|excluded?)")
+BESIDE_MESSAGES = (  # what a template or a model would read with them
+    "system", "system_prompt", "tools", "functions", "documents", "images", "videos", "audios", "chat_template_kwargs",
+)  # fmt: skip
 MAX_MESSAGES = 1000  # per conversation
 
 
@@ -581,9 +587,6 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
         raise _InvalidRecordError('has no list "messages"')
     if len(messages) > MAX_MESSAGES:  # each answer is rendered with all messages before it
         raise _InvalidRecordError(f"has more than {MAX_MESSAGES} messages")
-    for name in ("tools", "functions"):
-        if record.get(name):
-            raise _InvalidRecordError(f'has "{name}", which are not supported,')
     for number, message in enumerate(messages):
         location = f"messages[{number}]"
         if not isinstance(message, dict):
@@ -602,8 +605,13 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
         if any("\ud800" <= character <= "\udfff" for character in content):
             raise _InvalidRecordError(f"has half a surrogate pair in {location}")
         _check_train_fields(message, location)
+    for name in BESIDE_MESSAGES:
+        if not _is_neutral(record.get(name)) and record[name] != messages[0]["content"]:  # a system message, said twice
+            raise _InvalidRecordError(
+                f'has "{name}" beside "messages", which is not read: write it in a message, or leave it out,'
+            )
     for name, value in record.items():
-        if _ABOUT_TRAINING.search(name) and _says_not_to_train(name, value):
+        if _says_not_to_train(name, value):
             label = printable(json.dumps(name))[:40]
             raise _InvalidRecordError(f"has a {label} that says not to train on all of the conversation: leave it out,")
     if all(message["role"] != ASSISTANT for message in messages):
@@ -625,6 +633,12 @@ def _is_neutral(value: Any) -> bool:
 
 def _says_not_to_train(name: str, value: Any) -> bool:
     """Whether a field beside `messages` leaves a part of them out of the loss, or weighs it."""
+    if _LEFT_OUT.fullmatch(name):
+        return bool(value)
+    if name in ("label", "labels"):  # of a bad answer, or of tokens without loss
+        return value is False or -100 in (value if isinstance(value, list) else [value])
+    if not _ABOUT_TRAINING.search(name):
+        return False
     is_weight, parts = name in TRAIN_FIELDS or "weight" in name.lower(), [value]
     while parts:
         part = parts.pop()

@@ -43,6 +43,7 @@ _OTHER_FORMATS = (
     (b"BZh91AY&", "compressed by bzip2", "end its name in .bz2"),
     (b"PK\x03\x04", "a zip archive", "give the files in it"),
     (b"\x04\x22\x4d\x18", "compressed by lz4", "decompress it"),
+    (b"\xff\xfe\0\0", "UTF-32", "convert it to UTF-8"),
     (b"\xff\xfe", "UTF-16", "convert it to UTF-8"),
     (b"\xfe\xff", "UTF-16", "convert it to UTF-8"),
 )
@@ -207,6 +208,7 @@ _WRAPPED = 'has its records in a field "{}": write that array alone, or a record
 _AROUND_RECORDS = b" \t\r\n,\x1e"  # with the comma of an array's line, and the mark of JSON text sequences
 _GAP = re.compile(r"[ \t\r\n,]*")
 _OPTION = re.compile(r",\w+=")  # what ends a path, see `hub`
+MESSAGES = "messages"  # the field of conversations, see `chat`
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # how "surrogateescape" keeps a byte that is not UTF-8
 _TO_LAST_BLANK_LINE = re.compile(rb".*\n[ \t\r]*\n", re.DOTALL)
 
@@ -321,7 +323,7 @@ def _records_of(first: bytes) -> str | None:
     if _ARRAY_OF_OBJECTS.match(head):
         return "array"
     lines = [line for line in head.split(b"\n", _RECORD_LINES)[:_RECORD_LINES] if not line.isspace() and line]
-    begins = all(line.startswith(b"{") or line.strip() == b"null" for line in lines)
+    begins = all(line.removeprefix(b"\x1e").startswith(b"{") or line.strip() == b"null" for line in lines)
     if len(lines) > 1 and begins and any(map(_is_object, lines)):
         return "lines"
     return "objects" if head.startswith(b"{") and _object_follows(head) else None
@@ -470,7 +472,13 @@ def _parsed_values(file: BinaryIO | _Continued, is_array: bool) -> Iterator[tupl
         if start == len(text) and (block := more()):
             text, start = block, 0
             continue
-        if text.startswith("]", start) or (start == len(text) and not is_array):
+        if is_array and text.startswith("]", start):  # the end; \0 fills up a block
+            while not (rest := text[start + 1 :].strip("\0 \t\r\n")) and (block := more()):
+                text, start = block, -1
+            if rest:
+                yield number + 1, UnreadableError("has more after its array: write one array, or a record on each line")
+            return
+        if start == len(text) and not is_array:
             return
         try:
             value, end = decoder.raw_decode(text, start)
@@ -495,7 +503,7 @@ def _parsed_values(file: BinaryIO | _Continued, is_array: bool) -> Iterator[tupl
 def _json_documents(
     records: Iterator[tuple[int, Any]], field: str, path: Path, skipped: SkippedRecords, argument: str
 ) -> Iterator[str]:
-    found, names = False, dict[str, None]()
+    found, names, is_chat = False, dict[str, None](), False
     for number, record in records:
         if isinstance(record, UnreadableError):
             skipped.add(str(record))
@@ -503,6 +511,7 @@ def _json_documents(
         text = record.get(field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             fields = record.items() if isinstance(record, dict) else ()
+            is_chat = is_chat or isinstance(dict(fields).get(MESSAGES), list)
             names |= dict.fromkeys(name for name, value in fields if isinstance(value, str))
             skipped.add(f'has no text in "{field}" of record {number}: give every record that field')
             continue
@@ -514,10 +523,17 @@ def _json_documents(
         found = True
         yield from documents_from_bytes(data)
     if skipped.count and not found:
+        if is_chat:
+            raise UnreadableError(f'has no text in "{field}", but {chat_remedy(path)}')
         if not names:
             raise UnreadableError(skipped.reason)
         listed, remedy = ", ".join(map(printable, list(names)[:8])), naming_remedy(path, argument, field, names)
         raise UnreadableError(f'has no text in "{field}", but fields with text ({listed}): {remedy}')
+
+
+def chat_remedy(path: Path) -> str:
+    """How to read a file whose records are conversations."""
+    return f'conversations in "{MESSAGES}": train on them with {shlex.quote(f"chat:{path}")}'
 
 
 def naming_remedy(path: Path, argument: str, field: str, names: Iterable[str]) -> str:

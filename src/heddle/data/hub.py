@@ -24,8 +24,10 @@ from heddle.data.documents import (
     JSON_LINES_SUFFIXES,
     MAX_JSON_LINE_BYTES,
     MAYBE_RECORDS,
+    MESSAGES,
     SkippedRecords,
     UnreadableError,
+    chat_remedy,
     check_ratio,
     documents_from_bytes,
     import_pyarrow,
@@ -317,6 +319,8 @@ def _check_column(schema: Any, column: str, path: Path, argument: str) -> int:
     what = f"{count or 'no'} column{'s' * (count > 1)} '{printable(column)}'"
     if count == 1:
         what = f"{printable(str(schema.field(column).type))[:60]} in column '{printable(column)}', not text"
+    if MESSAGES in schema.names:
+        raise UnreadableError(f"has {what}, but {chat_remedy(path)}")
     names, listed = [name for name in texts if schema.names.count(name) == 1], ", ".join(map(printable, schema.names))
     remedy = naming_remedy(path, argument, column, names) if texts else "write the text to a column of its own"
     raise UnreadableError(f"has {what}: {remedy}; columns: {listed}")

@@ -51,8 +51,9 @@ class LivePage:
         self._fetched = 0  # the newest revision that a page has fetched
         try:
             self._server = _Server(port, self)
-        except OSError as error:
-            raise ConfigError(f"port {port}: cannot be used ({error.strerror}); choose another, or none") from error
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no such port"
+            raise ConfigError(f"port {port}: cannot be used ({reason}); choose another, or none") from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
 
     @property

@@ -18,6 +18,7 @@ from heddle.distributed.ranks import ONE_PROCESS, Ranks, as_sharded, call_on_all
 from heddle.errors import CheckpointError, ConfigError, HeddleError, describe_path, no_folder_reason
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import Decoder, build
+from heddle.model.embedding import Embedding, Head
 from heddle.model.initialization import storage_dtype
 from heddle.model.load_config import load_config
 from heddle.model.lora import LoraLinear, adapters, add_lora, lora_tensors, merge_lora
@@ -70,13 +71,21 @@ def load(
     """
     contents = read_folder(find_model_folder(Path(folder)))
     model = restore_model(contents, dtype, device)
-    weights = [(name, each) for name, each in model.named_parameters() if name.endswith(".weight")]
-    if len(kinds := {str(each.dtype) for _, each in weights if each.requires_grad and each.ndim == 2}) > 1:
-        print_warning(
-            f"{folder}: holds matrices of {' and '.join(sorted(kinds))};"
-            " to compute, give a dtype: load(…, dtype=torch.float32)"
-        )
+    parameters = dict(model.named_parameters())
+    if len(kinds := {parameters[name].dtype for name in multiplied_names(model)}) > 1:
+        names = " and ".join(sorted(map(str, kinds)))
+        print_warning(f"{folder}: holds matrices of {names}; to compute, give a dtype: load(…, dtype=torch.float32)")
     return model.eval(), Tokenizer.from_files(contents.documents)
+
+
+def multiplied_names(model: Decoder) -> list[str]:
+    """The names of the weights that must have one dtype to be multiplied in turn; a router may have another.
+
+    A tied head has no name of its own.
+    """
+    kinds = (nn.Linear, Embedding, Head)
+    names = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, kinds)}
+    return [name for name, _ in model.named_parameters() if name in names]
 
 
 def find_model_folder(folder: Path, ranks: Ranks = ONE_PROCESS) -> Path:
