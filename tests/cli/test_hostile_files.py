@@ -259,7 +259,8 @@ def test_a_line_of_data_is_refused(
     for prefix, source in (("chat:", ["--from", f"{workspace}/run"]), ("hf:", [f"{workspace}/good.yaml"])):
         data = ["--data", f"{prefix}{tmp_path}/lines.jsonl", "--out", f"{tmp_path}/out"]
         sentence = refusal(["train", *source, *data, "--quiet", *SIZE], capsys)
-        assert re.search("lines.jsonl has .* (line|record) 1: ", sentence), sentence[:300]
+        reason = "conversations in|(line|record) 1" if prefix == "hf:" else "line 1"
+        assert re.search(f"lines.jsonl has .* ({reason})", sentence), sentence[:300]
 
 
 def many_steps(data: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0:"),
         (["--streams", "0"], "streams 0:"),
-        (["--port", "99999999"], "127.0.0.1 port 99999999:"),
+        (["--port", "99999999"], "--port 99999999:"),
     ],
 )
 def test_what_cannot_be_served_is_refused(
