@@ -259,8 +259,9 @@ def test_a_line_of_data_is_refused(
     for prefix, source in (("chat:", ["--from", f"{workspace}/run"]), ("hf:", [f"{workspace}/good.yaml"])):
         data = ["--data", f"{prefix}{tmp_path}/lines.jsonl", "--out", f"{tmp_path}/out"]
         sentence = refusal(["train", *source, *data, "--quiet", *SIZE], capsys)
-        reason = "conversations in|(line|record) 1" if prefix == "hf:" else "line 1"
-        assert re.search(f"lines.jsonl has .* ({reason})", sentence), sentence[:300]
+        is_chat = prefix == "hf:" and name in ("role", "long")  # conversations, which chat: reads and refuses
+        place = 'conversations in "messages"' if is_chat else "(line|record) 1"
+        assert re.search(f"lines.jsonl has .* {place}: ", sentence), sentence[:300]
 
 
 def many_steps(data: dict[str, Any]) -> None:

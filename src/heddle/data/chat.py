@@ -347,7 +347,7 @@ _ASKING = (_ASKED, ({"role": "system", "content": "a"}, *_ASKED))  # some templa
 TRAIN_FIELDS = ("weight", "train", "training")  # of a message, in OpenAI's and axolotl's files
 _ABOUT_TRAINING = re.compile(r"train|learn|loss|weight|mask", re.IGNORECASE)  # names of fields beside `messages`
 _LEFT_OUT = re.compile(r"(is_)?(ignored?|skip(ped)?|excluded?)")
-BESIDE_MESSAGES = (  # what a template or a model would read with them
+_BESIDE_MESSAGES = (  # what a template or a model would read with them
     "system", "system_prompt", "tools", "functions", "documents", "images", "videos", "audios", "chat_template_kwargs",
 )  # fmt: skip
 MAX_MESSAGES = 1000  # per conversation
@@ -605,7 +605,7 @@ def _parse_messages(record: Any) -> tuple[list[dict[str, str]], list[int]]:
         if any("\ud800" <= character <= "\udfff" for character in content):
             raise _InvalidRecordError(f"has half a surrogate pair in {location}")
         _check_train_fields(message, location)
-    for name in BESIDE_MESSAGES:
+    for name in _BESIDE_MESSAGES:
         if not _is_neutral(record.get(name)) and record[name] != messages[0]["content"]:  # a system message, said twice
             raise _InvalidRecordError(
                 f'has "{name}" beside "messages", which is not read: write it in a message, or leave it out,'

@@ -157,8 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 def check_port(port: int) -> None:
     """Raise ConfigError before long work if a live page could not be served there after it."""
-    open_live_page(stack := ExitStack(), port, open_page=False)
-    stack.close()
+    with ExitStack() as stack:
+        open_live_page(stack, port, open_page=False)
 
 
 def open_live_page(stack: ExitStack, port: int | None, open_page: bool, what: str | None = None) -> LivePage | None:
