@@ -131,6 +131,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "windows that RoPE does not follow": ("afmoe", {PATTERN: (2, UINT)}, "sliding_window_pattern"),
     "YaRN of latents without a multiplier": ("deepseek_v2", YARN, "yarn_log_multiplier"),
     "a factor of latents": ("deepseek_v2", AS_LLAMA_CPP["a factor without a type"], "rope.scaling.factor"),
+    "the older factor of latents": ("deepseek_v2", AS_LLAMA_CPP["the older name of the factor"], "scale_linear"),
     "an epsilon of delta rules": ("qwen3_next", {"{graph}.attention.layer_norm_rms_epsilon": (0.1, FLOAT)}, "epsilon"),
     "rotated dims of a window": ("gemma2", {"{graph}.rope.dimension_count_swa": (4, UINT)}, "dimension_count_swa"),
     "experts of no width": ("ernie4_5_moe", {"{graph}.expert_feed_forward_length": (0, UINT)}, "0"),
@@ -144,7 +145,9 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "axes of images": ("glm4", {"{graph}.rope.dimension_sections": ([1, 1, 0, 0], *INTS)}, "dimension_sections"),
     "inputs of images": ("granite", {"{graph}.deepstack_mapping": ([-1, 0, 1], *INTS)}, "deepstack_mapping"),
     "an epsilon that the family does not have": (
-        "olmo", {"{graph}.attention.layer_norm_epsilon": (0.1, FLOAT)}, "layer_norm_epsilon",
+        "olmo",
+        {"{graph}.attention.layer_norm_epsilon": (0.1, FLOAT)},
+        "layer_norm_epsilon",
     ),
     "a layer too many": ("llama", {"{graph}.block_count": (2, UINT)}, "blk.2."),
     "no length": ("llama", {"{graph}.context_length": None}, "context_length"),

@@ -167,7 +167,8 @@ def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
             raise ConfigError(
                 f"{keys.source}: key '{key}' is {value}; heddle reads {fixed} only; import the original folder"
             )
-    if factor != 1.0 and (keys.assumed.factor_without_type if kind == "none" else keys.rope_factors):
+    by_kind = {"none": keys.assumed.factor_without_type, "linear": keys.assumed.latent}
+    if factor != 1.0 and (by_kind.get(kind) or (kind != "none" and keys.rope_factors)):
         for name in ("rope.scaling.factor", "rope.scale_linear"):
             keys.expect_same(name, 1.0)
     if keys.rope_factors:
@@ -348,8 +349,6 @@ def _deepseek(keys: Keys, shapes: Shapes) -> FieldTable:
     rope_dim = keys.number("rope.dimension_count")
     if keys.of_graph("attention.layer_norm_rms_epsilon", INNER_EPS) > 1e-5:  # GLM-4.7-Flash's, whose class has two
         keys.expect_same("attention.layer_norm_rms_epsilon", INNER_EPS)
-    if keys.of_graph("rope.scaling.type", "linear") == "linear":
-        keys.expect_same("rope.scaling.factor", 1.0)
     config = DEEPSEEK_EXPERTS | {
         "model_type": "deepseek_v3",
         "q_lora_rank": keys.of_graph("attention.q_lora_rank", 0) or None,
