@@ -85,6 +85,9 @@ OF_FAMILIES: dict[str, tuple[str, Change]] = {
     "the usual window of this depth": ("exaone4:windows-yarn", {WINDOW: None}),
     "no base": ("olmo3", {"{graph}.rope.freq_base": None}),
     "no scaling in a graph whose family has one": ("gpt_oss", {"{graph}.rope.scaling.type": ("none", STRING)}),
+    "no multiplier of logits": ("cohere", {"{graph}.logit_scale": None}),
+    "a multiplier of logits of 0": ("cohere", {"{graph}.logit_scale": (0.0, FLOAT)}),
+    "one group of experts": ("minimax_m2", {"{graph}.expert_group_count": (1, UINT)}),
     "none in spite of a factor": ("cohere2", AS_LLAMA_CPP["a factor of type none"]),
 }
 
@@ -106,6 +109,7 @@ def test_a_scaling_that_is_not_read_is_caught(plain: Path, tmp_path: Path, monke
         test_keys_mean_what_llama_cpp_takes_them_for("a factor without a type", plain, tmp_path)
 
 
+GROUPS: Change = {"{graph}.expert_group_count": (3, UINT), "{graph}.expert_group_used_count": (2, UINT)}
 MERGES, TOKENS = "tokenizer.ggml.merges", "tokenizer.ggml.tokens"
 REFUSED: dict[str, tuple[str, Change, str]] = {
     "a factor of cosines": ("llama", {"{graph}.rope.scaling.attn_factor": (0.5, FLOAT)}, "attn_factor"),
@@ -127,12 +131,30 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "windows that RoPE does not follow": ("afmoe", {PATTERN: (2, UINT)}, "sliding_window_pattern"),
     "YaRN of latents without a multiplier": ("deepseek_v2", YARN, "yarn_log_multiplier"),
     "a factor of latents": ("deepseek_v2", AS_LLAMA_CPP["a factor without a type"], "rope.scaling.factor"),
+    "the older factor of latents": ("deepseek_v2", AS_LLAMA_CPP["the older name of the factor"], "scale_linear"),
     "an epsilon of delta rules": ("qwen3_next", {"{graph}.attention.layer_norm_rms_epsilon": (0.1, FLOAT)}, "epsilon"),
     "rotated dims of a window": ("gemma2", {"{graph}.rope.dimension_count_swa": (4, UINT)}, "dimension_count_swa"),
     "experts of no width": ("ernie4_5_moe", {"{graph}.expert_feed_forward_length": (0, UINT)}, "0"),
     "a window of 0, of which llama.cpp makes no numbers": ("exaone4:windows-yarn", {WINDOW: (0, UINT)}, "window"),
     "very many layers": ("qwen3_5_text", {"{graph}.block_count": (2**31, UINT)}, "layers"),
     "layers without a kind": ("lfm2", {"{graph}.attention.head_count_kv": ([2], *INTS)}, "layer_types"),
+    "groups of experts where the family has none": ("minimax_m2", GROUPS, "expert_group_count"),
+    "groups of experts by another score": ("deepseek_v2", GROUPS, "expert_group_count"),
+    "no positions": ("granite", {"{graph}.rope.scaling.finetuned": (False, BOOL)}, "rope.scaling.finetuned"),
+    "a window where the family has none": ("lfm2", {WINDOW: (4, UINT), PATTERN: ([1, 0, 1], *INTS)}, "sliding_window"),
+    "axes of images": ("glm4", {"{graph}.rope.dimension_sections": ([1, 1, 0, 0], *INTS)}, "dimension_sections"),
+    "inputs of images": ("granite", {"{graph}.deepstack_mapping": ([-1, 0, 1], *INTS)}, "deepstack_mapping"),
+    "an epsilon that the family does not have": (
+        "olmo",
+        {"{graph}.attention.layer_norm_epsilon": (0.1, FLOAT)},
+        "layer_norm_epsilon",
+    ),
+    "a layer too many": ("llama", {"{graph}.block_count": (2, UINT)}, "blk.2."),
+    "no length": ("llama", {"{graph}.context_length": None}, "context_length"),
+    "no epsilon": ("llama", {"{graph}.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon"),
+    "no epsilon of LayerNorms": ("phi", {"{graph}.attention.layer_norm_epsilon": None}, "layer_norm_epsilon"),
+    "no scale of logits": ("granite", {"{graph}.logit_scale": None}, "logit_scale"),
+    "no kind of residual": ("gpt_neox", {"{graph}.use_parallel_residual": None}, "use_parallel_residual"),
     "heads of no number": ("gemma2", {"{graph}.attention.head_count": (0, UINT)}, "num_attention_heads"),
 }
 
@@ -143,6 +165,14 @@ def test_keys_that_mean_nothing_are_refused(name: str, tmp_path: Path) -> None:
     file = changed(exported(family, tmp_path), tmp_path / "changed.gguf", keys)
     with pytest.raises(HeddleError, match=re.escape(said)):
         load_gguf(file)
+
+
+def test_a_factor_beside_factors_of_frequencies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_from_keys, "LLAMA3_LENGTH", 64)  # as this file's
+    file = exported("llama:llama3-tied-biases", tmp_path)
+    assert load_gguf(changed(file, tmp_path / "none.gguf", AS_LLAMA_CPP["a factor of type none"])).model is not None
+    with pytest.raises(HeddleError, match=r"rope\.scaling\.factor"):
+        load_gguf(changed(file, tmp_path / "both.gguf", AS_LLAMA_CPP["a factor without a type"]))
 
 
 def test_weights_of_double_precision_are_read(plain: Path, tmp_path: Path) -> None:
@@ -171,6 +201,6 @@ def test_a_missing_tensor_is_named_with_its_file(plain: Path, tmp_path: Path) ->
 def test_an_empty_array_of_heads_is_no_traceback() -> None:
     keys = {"general.architecture": "lfm2", "lfm2.attention.head_count_kv": [], "lfm2.shortconv.l_cache": 3}
     keys |= {"lfm2.embedding_length": 8, "lfm2.attention.head_count": 2, "lfm2.block_count": 1}
-    keys |= {"lfm2.feed_forward_length": 8}
+    keys |= {"lfm2.feed_forward_length": 8, "lfm2.context_length": 8, "lfm2.attention.layer_norm_rms_epsilon": 0.1}
     config = config_from_keys.config_from_keys(config_from_keys.Keys(keys, "x.gguf"), {"token_embd.weight": (5, 8)})
     assert config["layer_types"] == []

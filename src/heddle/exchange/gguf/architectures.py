@@ -184,7 +184,7 @@ class Architecture:
     tiled_values: heads of values lie key head by key head, the first of each, then the second. encoder: it has no
     language head, and pools the outputs of a text. gating: llama.cpp's number of the function of router logits, where
     the family has one. factor_without_type: a factor of RoPE scales layers with a window also where the type of scaling
-    is none.
+    is none. fixed_keys: keys that llama.cpp reads where the family has no field, and the only values that are read.
     """
 
     name: str
@@ -214,6 +214,7 @@ class Architecture:
     encoder: bool = False
     gating: int | None = None
     factor_without_type: bool = False
+    fixed_keys: Mapping[str, Any] = field(default_factory=dict)
 
     def of_depth(self, depth: int) -> "Architecture":
         """The graph of models of this depth."""
@@ -293,6 +294,8 @@ GRANITE_MOE = Architecture(
     any_scale=True,
     rope_scalings=LLAMA_SCALINGS,
 )
+# Of RoPE by axes of images, which orders the rows of a head otherwise.
+NO_SECTIONS = {"rope.dimension_sections": [0, 0, 0, 0]}
 QWEN3_NEXT = Architecture(
     "qwen3next",
     SILU | NO_ATTENTION_BIAS | RENORMALIZED,
@@ -303,6 +306,7 @@ QWEN3_NEXT = Architecture(
     moe_in_every_layer=True,
     partial_rope=True,
     rope_scalings=(),
+    fixed_keys={"attention.layer_norm_rms_epsilon": INNER_EPS},
 )
 DEEPSEEK = Architecture(
     "deepseek2",
@@ -422,10 +426,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         interleaved_rope=True,
         any_scale=True,
         rope_scalings=LLAMA_SCALINGS,
+        fixed_keys={"rope.scaling.finetuned": True, "deepstack_mapping": []},  # whether it has positions; of images
     ),
     "granitemoe": GRANITE_MOE,
     "granitemoeshared": GRANITE_MOE,
-    "glm4": Architecture("glm4", SILU, names=FUSED_GATE, partial_rope=True),
+    "glm4": Architecture("glm4", SILU, names=FUSED_GATE, partial_rope=True, fixed_keys=NO_SECTIONS),
     "glm": Architecture("chatglm", SILU, names=FUSED_GATE, partial_rope=True, square_heads=True),
     "glm4_moe": Architecture(
         "glm4moe",
@@ -459,7 +464,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"hidden_act": (ACTIVATION, "gelu_pytorch_tanh"), "use_bias": ("layers.*.mixer.bias", True)},
         square_heads=True,
     ),
-    "olmo": Architecture("olmo", SILU | NO_ATTENTION_BIAS, interleaved_rope=True, square_heads=True),
+    "olmo": Architecture(
+        "olmo",
+        SILU | NO_ATTENTION_BIAS,
+        interleaved_rope=True,
+        square_heads=True,
+        fixed_keys={"attention.layer_norm_epsilon": 1e-5},
+    ),
     "dots1": Architecture(
         "dots1",
         SILU | NO_ATTENTION_BIAS | UNTIED,
@@ -499,6 +510,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope_scalings=(),
         gating=extra.SIGMOID,
         factor_without_type=True,
+        fixed_keys={"attention.sliding_window_pattern": 4, "expert_weights_norm": True},  # 4: of RoPE, whatever it says
     ),
     "gpt_oss": Architecture(
         "gpt-oss",
@@ -531,6 +543,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         names={"final_norm.norm": "token_embd_norm"},
         square_heads=True,
         rope_scalings=(),
+        fixed_keys={"attention.sliding_window": 0},
     ),
     "ministral3": Architecture(
         "mistral3",
@@ -552,6 +565,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         partial_rope=True,
         tiled_values=True,
         rope_scalings=(),
+        fixed_keys={"attention.layer_norm_rms_epsilon": INNER_EPS},
     ),
     "granitemoehybrid": Architecture(
         "granitehybrid",

@@ -46,10 +46,7 @@ class Keys:
 
     def get(self, name: str, default: T) -> T:
         """A key's value, or the default. Raises CheckpointError for another kind of value."""
-        value: Any = self.fields.get(name, default)
-        if isinstance(default, float):
-            value = _decimal(value) if isinstance(value, int | float) else value
-        return self._checked(name, value, type(default))
+        return self._checked(name, self.fields.get(name, default), type(default))
 
     def require(self, name: str, kind: type[T]) -> T:
         """The value of a required key."""
@@ -106,6 +103,8 @@ class Keys:
         """The value. One number for all layers may be an array with a number for each."""
         if kind is int and isinstance(value, list) and len(set(value)) == 1:
             [value] = set(value)
+        if kind is float and isinstance(value, int | float):
+            value = _decimal(value)
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
             remedy = f"should be of type {kind.__name__}"
             raise CheckpointError(f"{self.source}: key '{name}' is {short_repr(value)}; {remedy}")
@@ -139,6 +138,8 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     if graph.window_base == "same":
         keys.expect_same("rope.freq_base_swa", keys.of_graph("rope.freq_base", 10000.0))
     keys.expect_same("rope.dimension_count_swa", keys.of_graph("rope.dimension_count", head_dim))
+    for name, value in graph.fixed_keys.items():
+        keys.expect_same(name, value)
     if graph.gating is not None:
         keys.expect_same("expert_gating_func", graph.gating)
     for name, is_free in (("attention.value_length", graph.latent), ("rope.dimension_count", graph.partial_rope)):
@@ -148,6 +149,8 @@ def config_from_keys(keys: Keys, shapes: Shapes) -> dict[str, Any]:
     own = table(keys, shapes) if callable(table) else table
     entries = {name: entry for name, entry in (FIELDS | own).items() if entry is not ABSENT}
     config = {name: entry(keys, shapes) if callable(entry) else entry for name, entry in entries.items()}
+    if config.get("n_group") is None and keys.of_graph("expert_group_count", 0):  # llama.cpp has groups in all graphs
+        keys.expect_same("expert_group_count", 1)
     if config.get("sliding_window"):
         types = keys.layer_types(config["num_hidden_layers"])
         config |= {"sliding_window": None} if graph.full_attention_period is None else {"layer_types": types}
@@ -164,11 +167,12 @@ def _scaling(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
             raise ConfigError(
                 f"{keys.source}: key '{key}' is {value}; heddle reads {fixed} only; import the original folder"
             )
-    if keys.rope_factors:
-        return _llama3(keys, theta, head_dim)
-    if kind == "none" and factor != 1.0 and keys.assumed.factor_without_type:
+    by_kind = {"none": keys.assumed.factor_without_type, "linear": keys.assumed.latent}
+    if factor != 1.0 and (by_kind.get(kind) or (kind != "none" and keys.rope_factors)):
         for name in ("rope.scaling.factor", "rope.scale_linear"):
             keys.expect_same(name, 1.0)
+    if keys.rope_factors:
+        return _llama3(keys, theta, head_dim)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
@@ -209,14 +213,16 @@ def _llama3(keys: Keys, theta: float, head_dim: int) -> dict[str, Any]:
 
 
 class Key(NamedTuple):
-    """A key of the graph with the value of a field. default: None: a required integer."""
+    """A key of the graph with the value of a field. default: a type: llama.cpp requires the key, of this type."""
 
     name: str
-    default: Any = None
+    default: Any = int
 
     def __call__(self, keys: Keys, shapes: Shapes) -> Any:
         """The field's value."""
-        return keys.number(self.name) if self.default is None else keys.of_graph(self.name, self.default)
+        if isinstance(self.default, type):
+            return keys.require(f"{keys.graph}.{self.name}", self.default)
+        return keys.of_graph(self.name, self.default)
 
 
 class Present(NamedTuple):
@@ -242,10 +248,10 @@ def _rotary_factor(keys: Keys, shapes: Shapes) -> float:
 # A field's value: a key's value, a function of the file, or a constant.
 ATTENTION_BIAS = {"attention_bias": Present("attn_q.bias")}
 BIASES = ATTENTION_BIAS | {"mlp_bias": Present("ffn_down.bias")}
-LAYER_NORM_EPS = Key("attention.layer_norm_epsilon", 1e-5)
+LAYER_NORM_EPS = Key("attention.layer_norm_epsilon", float)
 LAYER_NORM = {"layer_norm_eps": LAYER_NORM_EPS, "rms_norm_eps": ABSENT}
 NO_ROPE = dict.fromkeys(("head_dim", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_theta"), ABSENT)
-RMS_NORM_EPS = Key("attention.layer_norm_rms_epsilon", 1e-5)
+RMS_NORM_EPS = Key("attention.layer_norm_rms_epsilon", float)
 WINDOW = Key("attention.sliding_window")
 # Of every graph whose entry has no others.
 FIELDS: FieldTable = {
@@ -257,7 +263,7 @@ FIELDS: FieldTable = {
     "num_key_value_heads": lambda keys, _: keys.kv_heads,
     "head_dim": lambda keys, _: keys.head_dim,
     "rms_norm_eps": RMS_NORM_EPS,
-    "max_position_embeddings": Key("context_length", 2048),
+    "max_position_embeddings": Key("context_length"),
     "tie_word_embeddings": lambda _, shapes: "output.weight" not in shapes,
     "rope_theta": Key("rope.freq_base", 10000.0),
     "rope_parameters": _rope,
@@ -283,13 +289,15 @@ GRANITE = {
     "attention_multiplier": lambda keys, _: keys.of_graph("attention.scale", keys.head_dim**-0.5),
     "embedding_multiplier": Key("embedding_scale", 1.0),
     "residual_multiplier": Key("residual_scale", 1.0),
-    "logits_scaling": Key("logit_scale", 1.0),
+    "logits_scaling": Key("logit_scale", float),
 }
 GPT2 = {
     "model_type": "gpt2", "n_inner": Key("feed_forward_length"), "layer_norm_epsilon": LAYER_NORM_EPS,
     "activation_function": "gelu_new", "intermediate_size": ABSENT, **NO_ROPE,
 }  # fmt: skip
-COHERE = {"model_type": "cohere", "logit_scale": Key("logit_scale", 0.0625), **LAYER_NORM}
+COHERE = {
+    "model_type": "cohere", "logit_scale": lambda keys, _: keys.of_graph("logit_scale", 0.0) or 1.0, **LAYER_NORM,
+}  # fmt: skip
 GLM = {"model_type": "glm", "partial_rotary_factor": _rotary_factor, **ATTENTION_BIAS}
 # Of a recurrent mixer: heads, head_dim, state, groups and kernel.
 STATE_SIZES: tuple[Entry, ...] = (
@@ -341,8 +349,6 @@ def _deepseek(keys: Keys, shapes: Shapes) -> FieldTable:
     rope_dim = keys.number("rope.dimension_count")
     if keys.of_graph("attention.layer_norm_rms_epsilon", INNER_EPS) > 1e-5:  # GLM-4.7-Flash's, whose class has two
         keys.expect_same("attention.layer_norm_rms_epsilon", INNER_EPS)
-    if keys.of_graph("rope.scaling.type", "linear") == "linear":
-        keys.expect_same("rope.scaling.factor", 1.0)
     config = DEEPSEEK_EXPERTS | {
         "model_type": "deepseek_v3",
         "q_lora_rank": keys.of_graph("attention.q_lora_rank", 0) or None,
@@ -372,7 +378,6 @@ def _ministral3(keys: Keys, shapes: Shapes) -> FieldTable:
 
 def _delta(keys: Keys, shapes: Shapes) -> FieldTable:
     """Qwen3.5, with two kinds of layers."""
-    keys.expect_same("attention.layer_norm_rms_epsilon", INNER_EPS)
     depth, interval = keys.number("block_count"), keys.of_graph("full_attention_interval", 4)
     usual = [(index + 1) % max(interval, 1) != 0 for index in range(min(depth, MAX_LAYERS))]
     recurrent = keys.of_graph("attention.recurrent_layers", usual)[: depth - keys.of_graph("nextn_predict_layers", 0)]
@@ -417,9 +422,7 @@ def _lfm2(keys: Keys, shapes: Shapes) -> FieldTable:
 
 
 def _afmoe(keys: Keys, shapes: Shapes) -> FieldTable:
-    keys.expect_same("attention.sliding_window_pattern", keys.assumed.full_attention_period)  # of RoPE whatever it says
     keys.require(f"{keys.graph}.expert_weights_norm", bool)
-    keys.expect_same("expert_weights_norm", True)
     return {
         "model_type": "afmoe",
         **EXPERTS,
@@ -481,14 +484,14 @@ ARCHITECTURE_FIELDS: dict[str, FieldTable | Callable[[Keys, Shapes], FieldTable]
     "gpt2": GPT2,
     "gptneox": {
         "model_type": "gpt_neox", "rotary_pct": _rotary_factor, "rotary_emb_base": Key("rope.freq_base", 10000.0),
-        "hidden_act": "gelu_pytorch_tanh", "use_parallel_residual": Key("use_parallel_residual", True),
+        "hidden_act": "gelu_pytorch_tanh", "use_parallel_residual": Key("use_parallel_residual", bool),
         **dict.fromkeys(("head_dim", "num_key_value_heads"), ABSENT), **LAYER_NORM,
     },
     "command-r": COHERE,
-    "cohere2": COHERE | {"model_type": "cohere2", "sliding_window": WINDOW},
+    "cohere2": COHERE | {"model_type": "cohere2", "logit_scale": Key("logit_scale", float), "sliding_window": WINDOW},
     "bert": {
         "model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu", **NO_ROPE,
-        "layer_norm_eps": Key("attention.layer_norm_epsilon", 1e-12),
+        "layer_norm_eps": LAYER_NORM_EPS,
         "max_position_embeddings": lambda _, shapes: shapes.get("position_embd.weight", (512,))[0],
         "type_vocab_size": lambda _, shapes: shapes.get("token_types.weight", (2,))[0],
     },

@@ -67,10 +67,11 @@ class GGUFFile:
     def __init__(self, file: Path, dequantize: torch.dtype | None) -> None:
         self.folder, self.file, self.dequantize = file.parent, file, dequantize
         self.label, self.restore = str(file), "download it again"
-        self.ignored_tensors: tuple[str, ...] = (ROPE_FACTORS, "blk.{depth}.")  # and a layer for further tokens
         self._read()
         shapes = {name: tensor.shape for name, tensor in self.tensors_by_name.items()}
         self.config = config_from_keys(self.keys, shapes)
+        further = ("blk.{depth}.",) if self.keys.of_graph("nextn_predict_layers", 0) else ()
+        self.ignored_tensors: tuple[str, ...] = (ROPE_FACTORS, *further)
 
     def _read(self) -> None:
         contents = read_contents(self.file)
