@@ -26,7 +26,7 @@ DESIGN = {"width": 16, "layers": [{"mixer": {"kind": "attention"}}]}
 def write_run(
     folder: Path,
     losses: list[float],
-    steps: int = 40,
+    steps: int | None = 40,
     design: dict[str, Any] = DESIGN,
     data: dict[str, Any] = DATA,
     **settings: Any,

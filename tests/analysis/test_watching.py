@@ -78,6 +78,13 @@ def test_a_run_is_followed_while_it_trains(tmp_path: Path) -> None:
     assert not is_locked(tmp_path / "none")
 
 
+@pytest.mark.parametrize(("steps", "status"), [(2, "finished"), (4, "stopped"), (None, "ended")])
+def test_a_run_that_does_not_train_is_finished_or_stopped(tmp_path: Path, steps: int | None, status: str) -> None:
+    watched = RunFollower(write_run(tmp_path / "run", [4.0, 3.0], steps=steps), "run").follow()
+    assert watched.status == status
+    assert status in Page(watch_page([watched])).text().split()
+
+
 def test_a_curve_keeps_its_peaks() -> None:
     points = [(step, 100.0 if step == 777 else float(step % 7)) for step in range(3000)]
     kept_points = downsampled(points)

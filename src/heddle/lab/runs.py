@@ -209,6 +209,13 @@ class WatchedRun:
     error: str = ""
 
     @property
+    def status(self) -> str:
+        """Training, finished (all steps are done), stopped (some are missing), or ended, if their number is unknown."""
+        if self.is_training or self.steps is None:
+            return "training" if self.is_training else "ended"
+        return "finished" if self.step >= self.steps else "stopped"
+
+    @property
     def seconds_left(self) -> float | None:
         """Seconds for the remaining steps at the present speed; None if unknown."""
         if not self.steps or not self.speed or not self.step or not self.is_training:
