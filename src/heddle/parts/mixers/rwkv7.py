@@ -101,6 +101,11 @@ def low_rank(inputs: int, rank: int, outputs: int) -> tuple[Linear, Linear]:
     return Linear(inputs, rank, initial_std=0.0), Linear(rank, outputs, initial_std=0.1 * outputs**-0.5)
 
 
+def power(base: Tensor, exponent: float) -> Tensor:
+    """Rounded from float64, so that all CPUs draw the same weights: in float32 their vector instructions differ."""
+    return (base.double() ** exponent).float()
+
+
 def channel_patterns(heads: int, dim: int) -> tuple[Tensor, Tensor]:
     """Two patterns over the channels of all heads [heads · dim], float32 on the CPU.
 
@@ -155,10 +160,10 @@ class RWKV7(SelfInitialized, RecurrentMixer):
         """Patterns over channels, with noise; the projections and the norm initialize themselves."""
         channel = torch.arange(self.width, dtype=torch.float32, device="cpu") / self.width
         progress, left = self.layer / max(1, self.depth - 1), 1.0 - self.layer / self.depth
-        shift = torch.cat([1.0 - channel ** (SHIFT_EXPONENTS[name] * left) for name in SHIFTED])
+        shift = torch.cat([1.0 - power(channel, SHIFT_EXPONENTS[name] * left) for name in SHIFTED])
         fill_normal(self.shift, std, draws("shift"), shift)
         share, zigzag = channel_patterns(self.heads, self.head_dim)
-        decay = 6.0 * share ** (1.0 + progress**0.3) - 5.5 + 2.5 * zigzag
+        decay = 6.0 * power(share, 1.0 + progress**0.3) - 5.5 + 2.5 * zigzag
         fill_normal(self.decay_bias, std, draws("decay_bias"), decay)
         fill_normal(self.rate_bias, std, draws("rate_bias"), 0.3 * zigzag + 0.4 * (share - 0.5) - 0.19)
         fill_normal(self.removal, std, draws("removal"), 0.71 - 0.1 * (share - 0.5))
