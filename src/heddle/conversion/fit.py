@@ -9,8 +9,10 @@ MOHAWK (Bick et al. 2024), and the attention transfer of LoLCATs (Zhang et al. 2
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -38,12 +40,13 @@ MAX_GRADIENT_NORM = 1.0
 class FitResult:
     """The error of a mixer on held-out rows of the text, before and after the fit: relative and squared, or a KL.
 
-    steps: how many were taken. error_after is never above error_before.
+    steps: how many were taken. error_after is never above error_before. seconds: of the median step.
     """
 
     error_before: float
     error_after: float
     steps: int
+    seconds: float
 
 
 class Chunk(NamedTuple):
@@ -109,8 +112,10 @@ def fit_mixer(
     best = _copied(mixer)
     interval = max(MIN_INTERVAL, settings.steps // EVALUATION_COUNT)
     stale = step = shown = 0
+    seconds = list[float]()
     with progress_bar(f"fitting layer {activations.index}", settings.steps, "steps") as bar, torch.enable_grad():
         for step in range(1, settings.steps + 1):
+            began = time.monotonic()
             for group in optimizer.param_groups:
                 group["lr"] = scheduled_learning_rate(settings, step - 1)
             chunk = fitted[order[step - 1]]
@@ -118,6 +123,7 @@ def fit_mixer(
             torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            seconds.append(time.monotonic() - began)
             if step % interval == 0 or step == settings.steps:
                 error = relative_error(mixer, held_out, lowered)
                 if error < lowest:
@@ -129,7 +135,7 @@ def fit_mixer(
                 if stale == PATIENCE:
                     break
     mixer.load_state_dict(best)
-    return FitResult(error_before, lowest, step)
+    return FitResult(error_before, lowest, step, median(seconds))
 
 
 def fit_chunks(activations: LayerActivations) -> tuple[list[Chunk], list[Chunk]]:

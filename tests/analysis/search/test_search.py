@@ -16,6 +16,7 @@ import torch
 from scipy.stats import spearmanr
 
 from heddle.cli.main import run_command
+from heddle.conversion import mixer_replacement
 from heddle.conversion.convert import FolderWeights, open_source
 from heddle.conversion.heal import calibration_from_corpus, convert_and_heal
 from heddle.conversion.weights import CalibrationText, build_model
@@ -31,9 +32,10 @@ from heddle.lab.pages.search import distinct_points
 from heddle.lab.search import goals as goals_module
 from heddle.lab.search import search as search_module
 from heddle.lab.search.goals import decode_speed, parse_goals, recall_rows
+from heddle.lab.search.plan import SearchInput, expected_seconds, kept_layers, search_tokens, split_text
 from heddle.lab.search.results import SearchResults
-from heddle.lab.search.scores import Evaluator, put_together
-from heddle.lab.search.search import Search, SearchInput, added_interval, kept_layers, search_tokens, split_text
+from heddle.lab.search.scores import TIMED_STEPS, Evaluator, put_together
+from heddle.lab.search.search import Search, added_interval
 from heddle.lab.search.solve import solve
 from heddle.model.config import ModelConfig
 from heddle.model.decoder import build
@@ -273,6 +275,31 @@ def test_what_a_search_refuses(workspace: Path, finished: Search, tmp_path: Path
             Search(given(workspace, finished.given.folder, only=("kv_heads=1",)))
 
 
+def test_a_search_is_timed_by_a_few_steps_of_each_kind(
+    workspace: Path, finished: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a default search, which tries every recurrence."""
+    taken: list[int] = []
+    fit = mixer_replacement.fit_mixer
+
+    def counted(*arguments: Any) -> Any:
+        taken.append(arguments[2].steps)
+        return fit(*arguments)
+
+    monkeypatch.setattr(mixer_replacement, "fit_mixer", counted)
+    with quiet():
+        plan, seconds = expected_seconds(given(workspace, tmp_path, only=()))
+        assert {*plan.targets} == {item.target for item in plan.items}
+        assert len(taken) >= 4
+        assert set(taken) == {TIMED_STEPS}
+        assert not any(tmp_path.iterdir())
+        plan, left = expected_seconds(finished.given)  # its fits are there
+        assert [item.file_name for item in plan.items] == [item.file_name for item in finished.items]
+        assert 0 < left < seconds
+        with pytest.raises(ConfigError, match="--budget"):
+            expected_seconds(given(workspace, tmp_path, budget=TimeBudget(0.0, 0.0)))
+
+
 @pytest.mark.parametrize(
     "goals",
     [
@@ -385,7 +412,7 @@ def test_a_model_that_decodes_faster_at_the_least_loss(workspace: Path, finished
     with quiet():  # as after a kill
         _, same = Search(given(workspace, tmp_path / "work", "decode@64=1.3x", timer=counted)).run()
     assert replace(same, seconds=0.0) == replace(found, seconds=0.0)
-    assert len(calls) == 1  # which tells how long a search takes
+    assert not calls
     assert found.decode_context == 64
     assert [point.decode for point in found.frontier] == sorted(point.decode or 0.0 for point in found.frontier)
     assert found.frontier[0].decode == 1.0

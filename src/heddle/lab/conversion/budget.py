@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+import torch
+
 from heddle.config import DesignError
 from heddle.conversion.convert import Conversion, ConversionSource
 from heddle.conversion.heal import CALIBRATION_TOKENS
@@ -42,6 +44,11 @@ def least_calibration(design: ModelConfig, length: int) -> int:
     mixers = [layer.mixer for _, layer in design.expand()]
     widths = [each.heads * (each.value_dim or 0) for each in mixers if isinstance(each, AttentionConfig)]
     return length * max(2, -(-4 * max(design.width, *widths, 0) // length))
+
+
+def text_of_size(tokens: int, length: int) -> CalibrationText:
+    """A text without tokens: enough to plan conversions that choose nothing on a text."""
+    return CalibrationText([torch.empty((-(-tokens // length), length), dtype=torch.int64, device="meta")], [])
 
 
 def calibration_seconds(

@@ -13,8 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from heddle.config import DesignError
 from heddle.conversion.convert import (
     CONVERSION_FILE,
@@ -57,6 +55,7 @@ from heddle.lab.conversion.budget import (
     chosen_before,
     evaluation_tokens,
     least_calibration,
+    text_of_size,
 )
 from heddle.lab.conversion.measure import (
     DRY_RUN_CONTEXT,
@@ -104,6 +103,7 @@ from heddle.training.settings import Settings
 
 if TYPE_CHECKING:
     from heddle.lab.search.goals import Goal
+    from heddle.lab.search.plan import SearchInput
     from heddle.lab.search.search import Search
 
 BUDGET_CONTEXT = 8192  # tokens, for which it is said what a budget leaves of the state
@@ -238,7 +238,7 @@ class _ConversionJob:
         self.goals: list[Goal] = []
         if settings.search:
             from heddle.lab.search.goals import parse_goals
-            from heddle.lab.search.search import check_goals, kept_layers, search_tokens
+            from heddle.lab.search.plan import check_goals, kept_layers, search_tokens
 
             self.goals = parse_goals(settings.search)
         if (self.goals or self.is_comparison) and not can_report(self.source):
@@ -272,7 +272,7 @@ class _ConversionJob:
 
     @property
     def _size_of_text(self) -> CalibrationText:
-        return _text_of_size(self.calibration_tokens, self.settings.sequence_length)
+        return text_of_size(self.calibration_tokens, self.settings.sequence_length)
 
     def _check_tokens(self) -> None:
         """Raise ConfigError for all tokens that are too few at once, before any text or weight is read."""
@@ -297,7 +297,7 @@ class _ConversionJob:
         def is_possible(tokens: int) -> bool:
             try:
                 with quiet():
-                    Conversion(self.source, variant.rewrites, _text_of_size(tokens, length)).plan()
+                    Conversion(self.source, variant.rewrites, text_of_size(tokens, length)).plan()
             except (DesignError, ConfigError):
                 return False
             return True
@@ -456,27 +456,33 @@ class _ConversionJob:
         self.variants = tuple(ConversionVariant(name, "layerwise", each.rewrites) for name, each in named.items())
         return conversion, results, baselines
 
-    def _search(self, folder: Path) -> "Search":
-        from heddle.lab.search.search import Search, SearchInput
+    def _search_input(self, folder: Path) -> "SearchInput":
+        from heddle.lab.search.plan import SearchInput
 
         assert self.text is not None
         assert self.corpus is not None
-        given = SearchInput(
+        return SearchInput(
             self.source, self.text, self.goals, self.settings.only, self.kept, self.settings.sequence_length, folder,
             self.corpus, self.budget, self.second,
         )  # fmt: skip
+
+    def _search(self, folder: Path) -> "Search":
+        from heddle.lab.search.plan import expected_seconds
+        from heddle.lab.search.search import Search
+
+        given = self._search_input(folder)
+        expected_seconds(given)
         return Search(given)
 
     def plan_search(self) -> None:
         """Print what a search would try, and about how long it takes; nothing is written."""
+        from heddle.lab.search.plan import expected_seconds
+
         with TemporaryDirectory() as folder:
-            search = self._search(Path(folder))
-            seconds = search.estimate()
-        counts = Counter(item.target for item in search.items)
+            plan, seconds = expected_seconds(self._search_input(Path(folder)))
+        counts = Counter(item.target for item in plan.items)
         if self.settings.json:
-            print_text(
-                json.dumps({"replacements": counts, "left_out": search.replacements.left_out, "seconds": seconds})
-            )
+            print_text(json.dumps({"replacements": counts, "left_out": plan.replacements.left_out, "seconds": seconds}))
             return
         tried = ", ".join(f"{target} in {count} layers" for target, count in counts.items())
         print_text(
@@ -511,11 +517,6 @@ class _ConversionJob:
             loss = f"{healed.bits_per_byte:.4f} bits per byte on held-out text after healing"
             others = "" if plan.report is None else ", on other sequences than the report's"
             print_text(f"{loss} ({self.corpus.rows}{others})")
-
-
-def _text_of_size(tokens: int, length: int) -> CalibrationText:
-    """A text without tokens: enough to plan conversions that choose nothing on a text."""
-    return CalibrationText([torch.empty((-(-tokens // length), length), dtype=torch.int64, device="meta")], [])
 
 
 def _corpus(settings: ConvertSettings, source: ConversionSource, max_tokens: int, rows: RowProtocol | None) -> Corpus:

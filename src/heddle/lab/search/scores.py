@@ -7,6 +7,7 @@ together from these files.
 import itertools
 import math
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch.nn import functional
 from heddle.config import DesignError
 from heddle.conversion.convert import Conversion
 from heddle.conversion.head_parameters import head_sizes
-from heddle.conversion.mixer_replacement import MixerReplacement
+from heddle.conversion.mixer_replacement import FittedRewrite, MixerReplacement, NewMixers
 from heddle.conversion.rewrite import Rewrite, naming_layers, replace_layers, rewrites
 from heddle.conversion.rewrites.layerwise import assembled, check_only_layers
 from heddle.conversion.targets import NOT_IN_A_FILE_NAME, parse_rewrite
@@ -38,6 +39,7 @@ from heddle.parts.feedforwards.mlp import MLPConfig
 from heddle.parts.feedforwards.moe import MoEConfig
 from heddle.parts.mixers.attention import AttentionConfig
 from heddle.parts.positions.rope import RopeConfig
+from heddle.progress import quiet
 from heddle.storage.file_io import replace_file
 from heddle.storage.tensor_file import read_tensor_file, write_tensor_file
 from heddle.training.evaluation.loss_profile import position_edges
@@ -46,6 +48,7 @@ LATENT_SHARES = (0.5, 0.25)  # of a layer's state per token
 KEPT_SHARES = (0.75, 0.5)  # of hidden channels, and of experts
 WINDOW_SHARES = (2, 4)  # of a sequence: longer windows would show no cost
 CHUNK_ELEMENTS = 2**25  # of changed logits in memory
+TIMED_STEPS = 5  # of a fit, from which its time is expected
 VOCABULARY_BLOCK = 2**12  # logits of each token in memory
 
 
@@ -193,11 +196,6 @@ class Replacements:
                 kv_source = new.kv_sources[index] if old.kv_sources[index] is None else None
                 yield Replacement(index, target, layer, kv_source)
 
-    def fit_one(self, item: Replacement, folder: Path) -> None:
-        """Fit one replacement by itself and save it, unless it is saved already."""
-        if not (folder / item.file_name).is_file():
-            _save(self._convert(item.target, (item.layer,)), item, folder)
-
     def fit_all(self, folder: Path) -> Iterator[Replacement]:
         """Fit and save the missing ones, target by target, with one layer's activations in memory; yield each."""
         wanted = {(item.layer, item.target) for item in self.items}
@@ -208,6 +206,21 @@ class Replacements:
                         _save(converted, item, folder)
                         yield item
             made.clear()  # with their activations
+
+
+def fit_seconds(source: Weights, item: Replacement, text: CalibrationText, tokens: int) -> float:
+    """About how long it takes to fit a replacement on so many tokens, from a few steps on a shorter text."""
+    rewrite, steps = _rewrite(item.target, (item.layer,)), 0
+    if isinstance(rewrite, FittedRewrite):
+        rewrite, steps = rewrite.replace(fit_steps=min(rewrite.fit_steps, TIMED_STEPS)), rewrite.fit_steps
+    began = time.monotonic()
+    with quiet():
+        converted = rewrite.apply(source, text)
+        converted.layer(item.layer)
+    seconds, stepping = time.monotonic() - began, 0.0
+    if isinstance(converted, NewMixers) and (fit := converted.results.get(item.layer)) is not None:
+        seconds, stepping = max(0.0, seconds - fit.steps * fit.seconds), steps * fit.seconds
+    return seconds * tokens / text.tokens + stepping
 
 
 def _save(converted: Weights, item: Replacement, folder: Path) -> None:

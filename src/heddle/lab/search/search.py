@@ -5,31 +5,30 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from heddle.conversion.convert import ConversionSource
 from heddle.conversion.rewrites.layerwise import Layerwise
-from heddle.conversion.targets import parse_rewrite
-from heddle.conversion.weights import CalibrationText, Weights
-from heddle.data.corpus import Corpus
 from heddle.data.samples import Batch
 from heddle.errors import CheckpointError, ConfigError
-from heddle.lab.compare.budget import TimeBudget, format_seconds
+from heddle.lab.compare.budget import format_seconds
 from heddle.lab.compare.statistics import seed_half_width
 from heddle.lab.search.goals import (
     DECODE_ROUNDS,
-    DEFAULT_LENGTH,
-    MEASURED,
-    DecodeTimer,
     Goal,
-    check_recall_length,
-    decode_speed,
     recall_rows,
+)
+from heddle.lab.search.plan import (
+    CANDIDATES,
+    CHECKED_PAIRS,
+    FRONTIER_POINTS,
+    REFINEMENTS,
+    Plan,
+    SearchInput,
+    split_text,
 )
 from heddle.lab.search.results import (
     FrontierPoint,
@@ -44,13 +43,10 @@ from heddle.lab.search.results import (
 )
 from heddle.lab.search.scores import (
     Evaluator,
-    Replacements,
     SearchedConversion,
-    chosen_targets,
     measure_singles,
     put_together,
     save_array,
-    saved_costs,
     single_scores,
 )
 from heddle.lab.search.solve import (
@@ -65,148 +61,13 @@ from heddle.lab.search.solve import (
     single_kind,
     solve,
 )
-from heddle.model.config import ModelConfig
-from heddle.progress import format_duration, print_status, progress_bar
+from heddle.progress import print_status, progress_bar
 from heddle.storage.file_io import read_json_file, write_json_file
 from heddle.storage.run_log import first_difference
 from heddle.training.evaluation.loss_profile import frequency_groups, position_edges, token_frequencies
 from heddle.training.evaluation.scores import correct_predictions
 
-SCORE_TOKENS, CHECK_TOKENS = 2**12, 2**14  # at most
-
-
-def search_tokens(calibration_tokens: int) -> int:
-    """The tokens that a search reads: to calibrate on, and others for scores and for checks of whole models."""
-    return calibration_tokens + min(SCORE_TOKENS, calibration_tokens // 2) + min(CHECK_TOKENS, calibration_tokens)
-
-
-def kept_layers(text: str | None, design: ModelConfig) -> tuple[int, ...]:
-    """`0,5` -> (0, 5). Raises ConfigError for anything but layers of the design."""
-    try:
-        layers = tuple(int(number) for number in text.split(",")) if text else ()
-    except ValueError:
-        raise ConfigError(f"--keep {text}: is not a list of layers; write their numbers, such as 0,5") from None
-    if wrong := [layer for layer in layers if not 0 <= layer < design.depth]:
-        raise ConfigError(f"--keep {text}: the model has layers 0 to {design.depth - 1}, and no {wrong[0]}")
-    if len({*layers}) == design.depth:
-        raise ConfigError(f"--keep {text}: leaves no layer to change; keep fewer of the {design.depth} layers")
-    return layers
-
-
-CHECKED_PAIRS = 60
-CANDIDATES = 4  # of the solver, checked on whole models
-FRONTIER_POINTS = 8
-REFINEMENTS = 3  # budgets that are tried between the last that misses a goal and the first that meets all
 WORST_KL = 1e3  # of a replacement whose logits are not finite: it is never chosen where there is another
-
-
-def split_text(text: CalibrationText) -> tuple[CalibrationText, CalibrationText, CalibrationText]:
-    """A text of `search_tokens` in whole batches: to fit on, to score on, and to check whole models on."""
-    counts = [batch.numel() for batch in text.batches]
-    score, check = (max(1, round(tokens / counts[0])) for tokens in (SCORE_TOKENS, CHECK_TOKENS))
-    score, check = (min(each, max(1, len(counts) // 4)) for each in (score, check))
-    if len(counts) < 3:
-        raise ConfigError("--calibration-tokens: too few for a search, which fits, scores and checks on three texts")
-    ends = np.cumsum([0, len(counts) - score - check, score, check]).tolist()
-    samples = text.samples // len(counts)
-    parts = [
-        replace(text, batches=text.batches[a:b], layouts=text.layouts[a:b], samples=samples * (b - a))
-        for a, b in itertools.pairwise(ends)
-    ]
-    return parts[0], parts[1], parts[2]
-
-
-def _axis(goals: Sequence[Goal]) -> str:
-    """The cost of the frontier: the one to minimize, or the bytes that decoding reads, or the first with a limit."""
-    priced = [goal for goal in goals if not goal.is_measured]
-    least = [goal.cost for goal in priced if goal.limit is None]
-    read = [f"reads@{goal.length}" for goal in goals if goal.name == "decode"]
-    return [*least, *read, *(goal.cost for goal in priced)][0]
-
-
-class Plan:
-    """The possible replacements of each layer, what each would save, and the goals; no weights are read or fitted.
-
-    text: that replacements are fitted to, or one of its size. axis: the cost of the frontier. limits: of costs.
-    """
-
-    def __init__(
-        self, weights: Weights, text: CalibrationText, goals: Sequence[Goal], only: Sequence[str], keep: Sequence[int],
-        sequence_length: int,
-    ) -> None:  # fmt: skip
-        """Raises ConfigError for goals that no choice meets, with what is possible."""
-        self.weights = weights
-        targets = chosen_targets(weights.design, sequence_length, only)
-        self.replacements = Replacements(weights, text, targets, keep)
-        order = list(MEASURED)
-        self.measured_goals = sorted(
-            (goal for goal in goals if goal.is_measured), key=lambda goal: order.index(goal.name)
-        )
-        priced = [goal for goal in goals if not goal.is_measured]
-        lengths = sorted({goal.length for goal in goals if goal.length} or {DEFAULT_LENGTH})
-        self.axis = _axis(goals)
-        costs, self.totals = saved_costs(weights, self.replacements.items, lengths)
-        self.limits = {goal.cost: goal.limit * self.totals[goal.cost] for goal in priced if goal.limit is not None}
-        saved = np.stack([costs[name] for name in {self.axis: 0, **self.limits}]).min(0)
-        useful = np.flatnonzero(saved < 0)
-        self.replacements.keep_only(useful.tolist())
-        self.items, self.costs = self.replacements.items, {name: row[useful] for name, row in costs.items()}
-        self.targets = [target for target in targets if any(item.target == target for item in self.items)]
-        table = self._table(np.zeros(len(self.items)), np.zeros((len(self.items), len(self.items))))
-        if solve(table, self.limits, pairs=False) is None:
-            least = {goal.text: self._least(replace(table, kl=self.costs[goal.cost]), goal.cost) for goal in priced}
-            shown = ", ".join(f"{text} reaches {share:.1%}" for text, share in least.items())
-            raise ConfigError(f"--search: no choice of these layers meets the goals ({shown} alone); give larger ones")
-
-    def _least(self, table: ScoreTable, cost: str) -> float:
-        """The least share of a cost."""
-        found = solve(table, {}, pairs=False)
-        assert found is not None
-        return table.cost(cost, found.choice) / self.totals[cost]
-
-    def _table(self, kl: FloatArray, gram: FloatArray) -> ScoreTable:
-        items, depth = self.items, self.weights.design.depth
-        needs = {number: item.needs for number, item in enumerate(items) if item.needs}
-        layers, names = tuple(item.layer for item in items), tuple(item.target for item in items)
-        return ScoreTable(depth, layers, names, kl, gram, self.costs, self.totals, needs)
-
-
-def check_goals(
-    weights: Weights,
-    text: CalibrationText,
-    goals: Sequence[Goal],
-    only: Sequence[str],
-    keep: Sequence[int],
-    length: int,
-) -> None:
-    """Raises ConfigError for goals that no choice meets, before the text is read, unless the text decides sizes.
-
-    text: of the text's size. length: of its sequences.
-    """
-    check_recall_length(goals, length)
-    targets = chosen_targets(weights.design, length, only)
-    if not any(parse_rewrite(f"layers.0.{target}").sizes_on_text for target in targets):
-        Plan(weights, text, goals, only, keep, length)
-
-
-@dataclass(frozen=True)
-class SearchInput:
-    """What a search reads. folder: of its work, which the same search continues from. corpus: of the text.
-
-    second: another text, of the same number of tokens, and its name. timer: measures tokens per second.
-    """
-
-    source: ConversionSource
-    text: CalibrationText
-    goals: Sequence[Goal]
-    only: Sequence[str]
-    keep: Sequence[int]
-    sequence_length: int
-    folder: Path
-    corpus: Corpus
-    budget: TimeBudget | None = None
-    second: CalibrationText | None = None
-    timer: DecodeTimer = decode_speed
 
 
 class Search(Plan):
@@ -216,8 +77,6 @@ class Search(Plan):
         self.given, self.began = given, time.monotonic()
         self.fit, self.score, self.check = split_text(given.text)
         super().__init__(given.source.weights, self.fit, given.goals, given.only, given.keep, given.sequence_length)
-        for target, reason in self.replacements.left_out.items():
-            print_status(f"search: without {target}: {reason}")
         self.tried: list[TriedChoice] = []
         self._values: dict[Goal, list[float]] = {goal: [] for goal in self.measured_goals}
         self._check_folder()
@@ -366,56 +225,15 @@ class Search(Plan):
         by_row[broken], gram[broken], gram[:, broken] = WORST_KL, 0.0, 0.0
         return by_row, self._table(by_row.mean(1), gram)
 
-    def estimate(self) -> float:
-        """Print and return about how many seconds the search takes, after fitting the first replacement of each target.
-
-        Raises ConfigError if the budget leaves less.
-        """
-        left, folder = 0.0, self.given.folder
-        for target in self.targets:
-            own = [item for item in self.items if item.target == target and not (folder / item.file_name).is_file()]
-            if own:
-                began = time.monotonic()
-                self.replacements.fit_one(own[0], folder)
-                left += (len(own) - 1) * (time.monotonic() - began)
-                self._check_budget(left)
-        began = time.monotonic()
-        self.scoring.divergence(self.items[:1])
-        seconds = (time.monotonic() - began) / self.score.tokens
-        walked = FRONTIER_POINTS + CANDIDATES + (REFINEMENTS if self.measured_goals else 0)
-        read = 2 * self.check.tokens  # of a whole model: KL, and losses
-        for goal in self.measured_goals:
-            if goal.name == "recall":
-                read += sum(batch.targets.size for _, batches in self.needles for batch in batches)
-            elif goal.length is not None:
-                began = time.monotonic()
-                self.given.timer(self.weights.design, goal.length, str(self.fit.device), self.weights.dtype)
-                left += 2 * DECODE_ROUNDS * walked * (time.monotonic() - began)
-        left += seconds * (2 * len(self.items) + CHECKED_PAIRS) * self.score.tokens
-        left *= 1 if self.given.second is None else 2
-        left += seconds * (walked + 2 * len(self.targets)) * read
-        print_status(
-            f"search: {len(self.items)} replacements of {len(self.targets)} kinds, about {format_duration(left)}"
-        )
-        self._check_budget(left)
-        return left
-
-    def _check_budget(self, left: float) -> None:
-        """Raise ConfigError if the budget leaves less than these seconds."""
-        budget = self.given.budget
-        if budget is not None and left > budget.remaining:
-            needed = format_seconds(budget.seconds - budget.remaining + left)
-            raise ConfigError(
-                f"--budget {format_seconds(budget.seconds)}: the search takes at least {needed}; give more time, fewer "
-                "alternatives with --only, or fewer --calibration-tokens; finished fits are kept"
-            )
-
     def _fit(self) -> None:
-        self.estimate()
-        folder = self.given.folder
+        """Raises ConfigError after the fit with which the budget is spent."""
+        budget, folder = self.given.budget, self.given.folder
         with progress_bar("fitting", len(self.items), "replacements") as bar:
-            for _ in self.replacements.fit_all(folder):
+            for number, _ in enumerate(self.replacements.fit_all(folder), start=1):
                 bar.advance(1)
+                if budget is not None and budget.remaining <= 0:
+                    spent = f"--budget {format_seconds(budget.seconds)}: is spent after {number} fits"
+                    raise ConfigError(f"{spent} of {len(self.items)}; the same command with more time continues")
 
     def check_pairs(self, table: ScoreTable) -> PairCheck:
         """Measure pairs of replacements on the text of the scores, and compare with both predictions."""
