@@ -423,6 +423,18 @@ CASES: dict[str, Data] = {
     "relative-bias-bidirectional-window": alone(
         kv_heads=2, causal=False, window=3, scale=1.0, position=BUCKETS | {"buckets": 8}
     ),
+    "relative-bias-shared": design(
+        layer(attention(6, kv_heads=2, position=BUCKETS)),
+        layer(differential(6, kv_heads=3, window=4, position=BUCKETS | SHARED)),
+        layer(attention(6, window=3, softcap=1.1, sink=True, position=BUCKETS | SHARED), None),
+        layer(attention(3, position=BUCKETS | {"buckets": 4})),
+        layer(attention(3, kv_heads=1, value_dim=5, position=BUCKETS | {"buckets": 4} | SHARED), repeat=2),
+    ),
+    "relative-bias-shared-bidirectional": design(
+        layer(attention(kv_heads=2, causal=False, position=BUCKETS | {"buckets": 8})),
+        layer(attention(kv_heads=1, causal=False, dropout=0.2, position=BUCKETS | {"buckets": 8} | SHARED)),
+        layer(attention(causal=False, window=3, scale=1.0, position=BUCKETS | {"buckets": 8} | SHARED), repeat=2),
+    ),
     "attention-sink": alone(heads=6, kv_heads=2, sink=True),
     "attention-sink-window": alone(kv_heads=2, window=3, value_dim=9, sink=True),
     "attention-sink-bidirectional": alone(kv_heads=2, value_dim=4, sink=True, causal=False, dropout=0.3),

@@ -194,8 +194,9 @@ def catalogue() -> dict[str, dict[str, list[Any]]]:
         config = with_rate(case(name), 0.0)
         context = BuildContext(config.width, config.norm)
         # What a layer reads of another one, or of a residual, is no choice of one layer; test_laws.py has those cases.
-        sources = zip(config.expand(), config.kv_sources, config.value_sources, config.table_sources, strict=True)
-        alone = [each for (_, each), *read in sources if read == [None] * 3 and not names_table(each)]
+        of_layers = (config.kv_sources, config.value_sources, config.table_sources, config.bias_sources)
+        sources = zip(config.expand(), *of_layers, strict=True)
+        alone = [each for (_, each), *read in sources if read == [None] * len(of_layers) and not names_table(each)]
         alone = [each for each in alone if each.feedforward is None or not each.feedforward.reads_streams]
         layers = [choice for each in alone for choice in layer_choices(each, context)]
         for factor, label, value in [*layers, *model_choices(config)]:

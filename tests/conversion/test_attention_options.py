@@ -76,6 +76,7 @@ IN_NO_FAMILY: list[tuple[ModelConfig, str, str]] = [
         "llama", "layers.1.mixer.value_residual is learned",
     ),
     (parsed(design(layer(attention(4, value_embedding={}), GATED))), "llama", "layers.0.mixer.value_embedding"),
+    (case("relative-bias-shared-bidirectional"), "mpnet", r"mixer\.position\.buckets is 8"),
     (case("attention-indexer"), "llama", "indexer"),
     (case("latent-indexer"), "deepseek_v3", "indexer"),
     (case("rwkv7"), "llama", "mixer.kind is rwkv7"),

@@ -791,6 +791,18 @@ CASES: dict[str, Case] = {
             live={"max_position_embeddings", "pad_token_id"},
         ),
     ),
+    "mpnet": Case(
+        {
+            "plain": {"pad_token_id": 1},
+            "other-padding-three-heads-relu": {"pad_token_id": 3, "num_attention_heads": 3, "hidden_act": "relu"}
+            | {"layer_norm_eps": 1e-2},
+            "one-layer-untied": {"num_hidden_layers": 1, "tie_word_embeddings": False},
+        },
+        inert=BERT_INERT,
+        base=BERT_BASE,
+        fixed={"relative_attention_num_buckets"},
+        live={"max_position_embeddings"},
+    ),
     "electra": Case(
         {
             "plain": {},

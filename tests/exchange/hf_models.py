@@ -250,9 +250,9 @@ def encoder_inputs(config: Any, tokens: Tensor, positions: Tensor | None) -> dic
     inputs = {}
     if types := getattr(config, "type_vocab_size", 0):
         inputs["token_type_ids"] = tokens % types
-    if "roberta" in config.model_type or config.model_type in ("camembert", "data2vec-text"):
+    if "roberta" in config.model_type or config.model_type in ("camembert", "data2vec-text", "mpnet"):
         rows = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
-        inputs["position_ids"] = rows + config.pad_token_id + 1
+        inputs["position_ids"] = rows + (1 if config.model_type == "mpnet" else config.pad_token_id) + 1
     return inputs
 
 

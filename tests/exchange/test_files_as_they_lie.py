@@ -27,6 +27,7 @@ ENCODERS |= {
     "xlm-roberta": "XLMRobertaModel",
     "camembert": "CamembertModel",
     "electra": "ElectraModel",
+    "mpnet": "MPNetModel",
     "distilbert": "DistilBertModel",
 }
 

@@ -664,6 +664,12 @@ def test_a_family_that_llama_cpp_computes_otherwise_is_refused_with_the_reason(f
     assert "llama.cpp cannot run" in (refused(design) or "")
 
 
+def test_relative_biases_that_layers_share_are_refused_by_name() -> None:
+    named = r"layers\.0\.mixer\.position is \{'kind': 'relative_bias'.* layers\.1\.mixer\.position .*'shared': True"
+    with pytest.raises(ConfigError, match=f"^llama.cpp cannot run this design: {named}"):
+        match_architecture(imported("mpnet", "plain").model.config, "mpnet")
+
+
 def refused(design: ModelConfig) -> str | None:
     """Why llama.cpp cannot run a design."""
     try:

@@ -37,7 +37,7 @@ def test_the_readme_counts_the_families() -> None:
     [
         ("zamba2", "needs one block between several layers that reads the embedding too.*, which heddle lacks"),
         ("rwkv", "needs RWKV-4's mixer, which heddle lacks"),
-        ("mpnet", "needs a table of relative positions that layers share, which heddle lacks"),
+        ("xmod", "needs adapters for each language, which heddle lacks"),
     ],
 )
 def test_the_refusal_says_why(model_type: str, why: str) -> None:

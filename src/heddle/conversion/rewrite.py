@@ -86,9 +86,9 @@ class Rewrite(Config, ABC):
     def check_layers(self, design: ModelConfig) -> None:
         """Raises DesignError for a feature of the design that the rewrite neither supports nor keeps.
 
-        These are layers that share weights, keys or values, short convolutions, indexers, values that are keys or are
-        normalized, per-layer embeddings, layers that read ids, and multi-token modules, which are built like the
-        last layer.
+        These are layers that share weights, keys, values or a table of relative positions, short convolutions,
+        indexers, values that are keys or are normalized, per-layer embeddings, layers that read ids, and multi-token
+        modules, which are built like the last layer.
         """
         if design.multi_token is not None and "modules" not in self.keeps:
             reason = f"{self.name} would leave the modules in the old design"
@@ -126,7 +126,12 @@ class Rewrite(Config, ABC):
                 reason = f"{what}, which {self.name} does not support"
                 raise DesignError(f"layers.{index}.mixer.{field}", f"{reason}; convert other layers, or leave it out")
         mixers = [layer.mixer for _, layer in design.expand()]
-        for value, sources in ((None, design.kv_sources), (("value_residual", "values"), design.value_sources)):
+        read = (
+            (None, design.kv_sources),
+            (("value_residual", "values"), design.value_sources),
+            (("position.shared", "table of relative positions"), design.bias_sources),
+        )
+        for value, sources in read:
             for index, (mixer, source) in enumerate(zip(mixers, sources, strict=True)):
                 if source is not None and mixer is not None:
                     field, what = value or mixer.kv_read

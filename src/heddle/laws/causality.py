@@ -192,7 +192,7 @@ def _part_call(model: Decoder, part: Mixer | Feedforward, layout: Layout, draw: 
 
 def _after_sources(model: Decoder, mixer: Mixer, x: Tensor, layout: Layout) -> Tensor:
     """A mixer's outputs after running, on the same inputs, the layers whose keys, values or tables it reads."""
-    for number in (mixer.value_source, mixer.kv_source, mixer.table_source):
+    for number in (mixer.value_source, mixer.kv_source, mixer.table_source, mixer.bias_source):
         source = None if number is None else model.mixers()[number]
         if source is not None:
             _after_sources(model, source, x, layout)

@@ -187,7 +187,7 @@ def multi_token_prediction(config: ModelConfig) -> None:
     except DesignError as error:
         bare = build(config, device="meta")
         mixer = config.last_layer.mixer
-        reads_others = mixer is not None and (mixer.reads_kv or mixer.adds_first_values)
+        reads_others = mixer is not None and bool(mixer.reads_kv or mixer.adds_first_values or mixer.shares_bias)
         reads_others |= config.last_layer.reads_tokens
         if not error.path.startswith("multi_token") or not (reads_others or not bare.causal):
             raise LawViolation(f"with multi_token: refused: {error}") from None

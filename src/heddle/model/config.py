@@ -267,6 +267,10 @@ class ModelConfig(Config):
                 reason = f"no earlier layer has {layer.mixer.kind} with values to add; leave it out of the first one"
                 refuse(f"{path}.mixer.value_residual", reason)
         self._check_tables()
+        for (path, layer), source in zip(self.expand(), self.bias_sources, strict=True):
+            if source is None and layer.mixer is not None and layer.mixer.shares_bias:
+                reason = "no earlier layer has relative biases with a table of their own; leave it out of the first one"
+                refuse(f"{path}.mixer.position.shared", reason)
         for path, visits in self._shared_visits.items():
             if visits == 1:
                 refuse(f"{path}.shared", "does nothing for an entry that is visited once; repeat it, or leave it out")
@@ -300,8 +304,8 @@ class ModelConfig(Config):
         mixer = self.last_layer.mixer
         if self.last_layer.reads_tokens:
             refuse("multi_token", "the last layer reads the ids of tokens; change it, or leave this out")
-        if mixer is not None and (mixer.reads_kv or mixer.adds_first_values):
-            what = mixer.kv_read[1] if mixer.reads_kv else "values"
+        if mixer is not None and (mixer.reads_kv or mixer.adds_first_values or mixer.shares_bias):
+            what = mixer.kv_read[1] if mixer.reads_kv else "values" if mixer.adds_first_values else "the position table"
             refuse("multi_token", f"the last layer reads {what} of another layer; give it its own, or leave this out")
 
     @property
@@ -385,10 +389,21 @@ class ModelConfig(Config):
                 last[key] = index
         return tuple(sources)
 
+    @cached_property
+    def bias_sources(self) -> tuple[int | None, ...]:
+        """For each layer from the bottom up, the layer whose table of relative positions it shares, or None."""
+        last: int | None = None
+        sources: list[int | None] = []
+        for index, (_, layer) in enumerate(self.expand()):
+            shares = None if layer.mixer is None else layer.mixer.shares_bias
+            sources.append(last if shares else None)
+            last = index if shares is False else last
+        return tuple(sources)
+
     @property
     def hands_over(self) -> bool:
-        """Whether a layer reads keys or values of an earlier one, its own part of the embedding, or token ids."""
-        sources = (*self.kv_sources, *self.value_sources)
+        """Whether a layer reads keys, values or a table of an earlier one, its part of the embedding, or token ids."""
+        sources = (*self.kv_sources, *self.value_sources, *self.bias_sources)
         reads_ids = self.embedding.per_layer is not None or self.reads_tokens
         return reads_ids or any(source is not None for source in sources)
 
@@ -458,7 +473,7 @@ class ModelConfig(Config):
         # Repeats are the same object, which is faster to look up than its fields.
         index_of_object: dict[tuple[int, bool], int] = {}
         order: list[int] = []
-        sources_of_layers = (self.kv_sources, self.value_sources, self.table_sources)
+        sources_of_layers = (self.kv_sources, self.value_sources, self.table_sources, self.bias_sources)
         layers = zip(self.expand(), *sources_of_layers, self.looped_layers, strict=True)
         for number, ((_, layer), *sources, looped) in enumerate(layers):
             differs = self.residual.stream_grows or (not order and self.residual.first_layer_differs)

@@ -221,7 +221,7 @@ class Decoder(nn.Module):
                 raise DesignError(f"{path}.mixer", reason)
 
     def _link_layers(self, layers: list[tuple[str, int]]) -> None:
-        """Set from which layer each mixer reads keys and values, values alone, or rows of a table.
+        """Set from which layer each mixer reads keys and values, values alone, rows of a table, or relative biases.
 
         layers: path and index of each layer that was built. Raises DesignError if the two layers' fields differ.
         """
@@ -250,6 +250,8 @@ class Decoder(nn.Module):
                 mixer.value_source = link(index, config.value_sources[index], "value_fields", "values it adds")
                 source = config.table_sources[index]
                 mixer.table_source = link(index, source, "value_fields", "value embeddings it shares", "table_target")
+                source = config.bias_sources[index]
+                mixer.bias_source = link(index, source, "bias_fields", "relative biases it shares", "bias_target")
 
     def _check_shared_weights(self, paths: list[str]) -> None:
         """Raise DesignError where a later visit of a shared layer would have other weights than the first."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from heddle.errors import ConfigError
-from heddle.numerics.attention.mask import AttentionMask
+from heddle.numerics.attention.mask import AttentionMask, ScoreBiasFunction
 from heddle.numerics.attention.softmax import AttentionBackend
 from heddle.numerics.transfer import tensor_of, to_device
 
@@ -186,6 +186,7 @@ class HandedOver:
     per_layer: what the embedding hands to each layer [B, T, layers, dim] (`embedding.per_layer`).
     tokens: the ids of the call, int64 [B, T], for layers that read them.
     value_rows: what value embeddings looked up for later layers, by layer index.
+    biases: the score biases of tables that later layers share, by layer index.
     An object, not a dictionary: FSDP copies the dictionaries of a layout for each layer.
     """
 
@@ -194,6 +195,7 @@ class HandedOver:
         self.per_layer: Tensor | None = None
         self.tokens: Tensor | None = None
         self.value_rows: dict[int, Tensor] = {}
+        self.biases: dict[int, ScoreBiasFunction] = {}
 
 
 @dataclass(frozen=True, eq=False)

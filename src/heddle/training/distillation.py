@@ -154,9 +154,7 @@ class Distillation:
             reads = "ids of tokens" if model.config.reads_tokens else "per-layer embeddings"
             raise ConfigError(f"loss layers: layers that read {reads} cannot run alone; compare logits instead")
         if model.config.hands_over:
-            raise ConfigError(
-                "loss layers: layers that read the keys or values of others cannot run alone; compare logits instead"
-            )
+            raise ConfigError("loss layers: layers that read other layers cannot run alone; compare logits instead")
         if model.config.is_looped:
             raise ConfigError("loss layers: a shared layer has different inputs at each pass; compare logits instead")
         layers = {int(name.split(".")[1]) for name in touched if name.startswith("layers.")}

@@ -89,7 +89,7 @@ class Kind:
 # Fields that an explored design cannot have: its equal layers read no other layer, and a convolution is several fields.
 NOT_EXPLORED = (
     "shared_kv", "shared_index", "value_residual", "value_rank", "short_convolution", "norms_first", "k_eq_v",
-    "layer_scalar", "adapter_rank", "per_layer", "value_embedding",
+    "layer_scalar", "adapter_rank", "per_layer", "value_embedding", "relative_bias.shared",
 )  # fmt: skip
 
 
@@ -135,11 +135,12 @@ def _definitions() -> dict[str, Any]:
 
 def _fields(definition: dict[str, Any], notes: dict[str, str]) -> Iterator[Field]:
     """Fields that hold one number, word or part; norms within a part follow the design's."""
+    kind_name = definition["properties"].get("kind", {}).get("const")  # of a part without aliases
     for name, described in definition["properties"].items():
         options = described.get("anyOf", [described])
         optional = any(option.get("type") == "null" for option in options)
         options = [option for option in options if option.get("type") not in ("null", "array")]
-        if name in ("kind", *NOT_EXPLORED) or not options:
+        if name in ("kind", *NOT_EXPLORED) or f"{kind_name}.{name}" in NOT_EXPLORED or not options:
             continue
         note, default = notes.get(name, ""), described.get("default")
         if "$ref" in options[0]:
@@ -247,7 +248,8 @@ def explorer_design(config: ModelConfig) -> dict[str, Any]:
 def _check_explored(config: Config, path: str) -> None:
     """Raises DesignError for a part without costs, or with a field that is unknown to the page."""
     fields = {name: getattr(config, name) for name in type(config).model_fields}
-    unknown = [name for name in NOT_EXPLORED if fields.get(name) not in (None, False)]
+    of_kind = {f"{config.kind}.{name}": value for name, value in fields.items()} if isinstance(config, Part) else {}
+    unknown = [name.rpartition(".")[2] for name in NOT_EXPLORED if (fields | of_kind).get(name) not in (None, False)]
     if isinstance(config, Part) and cost_function(config.slot, config.kind) is None:
         unknown.append("kind")
     if unknown:

@@ -13,10 +13,12 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from heddle.config import DesignError, Part, refuse
+from heddle.numerics.attention.mask import ScoreBiasFunction
 from heddle.parts.build import BuildContext
 from heddle.parts.layout import Layout
 from heddle.parts.modules.linear import Linear
 from heddle.parts.modules.short_convolution import ShortConvolutionConfig, check_convolved
+from heddle.parts.positions import MixerPositionConfig, ScoreBias
 from heddle.parts.states import StateSpec
 
 if TYPE_CHECKING:
@@ -92,6 +94,12 @@ class MixerConfig(Part, ABC):
         return None
 
     @property
+    def shares_bias(self) -> bool | None:
+        """Whether its score bias reads the table of an earlier layer; None: it has no table."""
+        position = getattr(self, "position", None)
+        return position.shares_table if isinstance(position, MixerPositionConfig) else None
+
+    @property
     def template(self) -> "MixerConfig":
         """The mixer whose fields a replacement of another kind keeps: itself, or a mixer within it."""
         return self
@@ -145,8 +153,9 @@ class Mixer(nn.Module, ABC):
 
     kv_source: index of the layer whose `kv_read` it reads. value_source: index of the layer whose values it adds
     to its own. kv_target: index under which it hands over its own (`Layout.handed_over`). table_source, table_target:
-    the same for the rows of a table of token embeddings. The model sets these five.
-    kv_fields, value_fields: what must be equal in both layers, by field.
+    the same for the rows of a table of token embeddings. bias_source, bias_target: the same for the table of a score
+    bias. The model sets these seven.
+    kv_fields, value_fields, bias_fields: what must be equal in both layers, by field.
     """
 
     window: int | None
@@ -164,6 +173,8 @@ class Mixer(nn.Module, ABC):
     kv_target: int | None = None
     table_source: int | None = None
     table_target: int | None = None
+    bias_source: int | None = None
+    bias_target: int | None = None
 
     @property
     def kv_fields(self) -> Mapping[str, Any]:
@@ -174,6 +185,23 @@ class Mixer(nn.Module, ABC):
     def value_fields(self) -> Mapping[str, Any]:
         """Empty: it neither adds values of another layer nor hands over its own."""
         return {}
+
+    @property
+    def bias_fields(self) -> Mapping[str, Any]:
+        """What the table of its score bias depends on; empty: it has none."""
+        bias = getattr(self, "score_bias", None)
+        return bias.table_fields if isinstance(bias, ScoreBias) else {}
+
+    def call_bias(self, bias: ScoreBias | None, layout: Layout, dtype: torch.dtype) -> ScoreBiasFunction | None:
+        """The score bias of a call, its own or that of `bias_source`; handed over if later layers read its table."""
+        if self.bias_source is not None:
+            assert layout.handed_over is not None
+            return layout.handed_over.biases[self.bias_source]
+        function = None if bias is None else bias(layout, dtype)
+        if self.bias_target is not None and layout.handed_over is not None:
+            assert function is not None
+            layout.handed_over.biases[self.bias_target] = function
+        return function
 
     @property
     def logit_rows(self) -> Sequence[LogitRows] | str | None:

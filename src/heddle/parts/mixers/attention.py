@@ -583,7 +583,7 @@ class Attention(SelfInitialized, Mixer):
             if self.kv_target is not None and handed_over is not None:
                 handed_over.by_layer[self.kv_target] = SharedKeys(k, v, mask, values)
         dropout = self.dropout if self.dropout.active else None
-        score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
+        score_bias = self.call_bias(self.score_bias, layout, q.dtype)
         modifiers = ScoreModifiers(self.softcap, self.sink, score_bias, bias)
         if self.indexer is not None:
             mask = self.indexer.select(index, lambda: (q, k), mask, layout, self.scale, modifiers)

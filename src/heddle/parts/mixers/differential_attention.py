@@ -193,7 +193,7 @@ class DifferentialAttention(SelfInitialized, Mixer):
             mask = layout.attention_mask(self.window, self.causal)
         else:
             k, v, mask, state = state.extend(k, v, layout, self.window)
-        score_bias = None if self.score_bias is None else self.score_bias(layout, q.dtype)
+        score_bias = self.call_bias(self.score_bias, layout, q.dtype)
         modifiers = ScoreModifiers(score_bias=score_bias)
         first, second = (
             attention(query, key, v, mask, self.scale, None, modifiers)

@@ -78,6 +78,7 @@ class PairConfig(MixerConfig):
                 "value_residual": mixer.adds_first_values,
                 "value_embedding.shared": table is not None and table.shared,
                 "value_embedding.table": table is not None and table.table is not None,
+                "position.shared": bool(mixer.shares_bias),
             }
             for field, is_set in of_layers.items():
                 if is_set:

@@ -1,7 +1,8 @@
 """The slot of positions: rotations and score biases inside a mixer, and vectors added to the embedding."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,11 @@ class MixerPositionConfig(PositionConfig, ABC):
     def resolved(self, head_dim: int) -> Self:
         """The same config with the number of rotary dims written out."""
         return self
+
+    @property
+    def shares_table(self) -> bool | None:
+        """Whether it reads the table of an earlier layer, which has the same fields; None: it has no table."""
+        return None
 
 
 class RotationConfig(MixerPositionConfig, ABC):
@@ -93,6 +99,11 @@ class ScoreBias(nn.Module, ABC):
     """
 
     fast_graph: bool = False
+
+    @property
+    def table_fields(self) -> Mapping[str, Any]:
+        """What must be equal in layers that share a table, by field of the mixer."""
+        return {}
 
     @abstractmethod
     def forward(self, layout: Layout, dtype: torch.dtype) -> ScoreBiasFunction:

@@ -4,12 +4,15 @@
                                           bucket(d) = e + ⌊(n − e) · log(d/e) / log(max_distance/e)⌋    from e on
 
 with n buckets, and the last bucket from max_distance on. In a bidirectional mixer half of the buckets are for later
-keys. T5 has one table for all layers; here each layer has its own, as in UMT5 (Chung et al. 2023). T5's scores are not
-scaled (`scale: 1`).
+keys. A layer has a table of its own, as in UMT5 (Chung et al. 2023), or with `shared` that of the last earlier layer
+that has its own: T5 and MPNet (Song et al. 2020) have one table for all layers. T5's scores are not scaled
+(`scale: 1`).
 """
 
 import math
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +32,16 @@ MAX_DISTANCE = 2**16  # the table has an entry for each offset
 class RelativeBiasConfig(ScoreBiasConfig):
     """Fields of `relative_bias`: n, and the distance from which all keys share the last bucket."""
 
+    later_fields = ("shared",)
+
     buckets: Width = 32
     max_distance: Width = 128
+    shared: bool = False  # reads the table of the last earlier layer that has its own
+
+    @property
+    def shares_table(self) -> bool:
+        """Whether `shared` is set."""
+        return self.shared
 
     def build(self, heads: int, causal: bool) -> "RelativeBias":
         """Build the module. Raises DesignError for too few buckets, or if they reach beyond max_distance."""
@@ -62,24 +73,32 @@ def buckets_by_offset(buckets: int, max_distance: int, causal: bool) -> tuple[in
 
 
 class RelativeBias(SelfInitialized, ScoreBias):
-    """The module: weight [heads, buckets]."""
+    """The module: weight [heads, buckets]; None with `shared`."""
 
     matrix_parameters = ()
 
     def __init__(self, heads: int, config: RelativeBiasConfig, causal: bool) -> None:
         super().__init__()
-        self.max_distance = config.max_distance
+        self.heads, self.buckets, self.max_distance, self.causal = heads, config.buckets, config.max_distance, causal
         self.key = (config.buckets if causal else config.buckets // 2, config.max_distance, causal)
         self.by_offset = buckets_by_offset(*self.key)  # here, because a traced graph could not compute them
         self._constants = Constants()
-        self.weight = nn.Parameter(torch.empty(heads, config.buckets))
+        self.weight = None if config.shared else nn.Parameter(torch.empty(heads, config.buckets))
 
     def init_weights(self, std: float, draws: ParameterDraws) -> None:
         """Normal biases."""
-        fill_normal(self.weight, std, draws("weight"))
+        if self.weight is not None:
+            fill_normal(self.weight, std, draws("weight"))
+
+    @property
+    def table_fields(self) -> Mapping[str, Any]:
+        """The shape of the table and its buckets."""
+        of_position = {"position.buckets": self.buckets, "position.max_distance": self.max_distance}
+        return {"heads": self.heads, "causal": self.causal} | of_position
 
     def forward(self, layout: Layout, dtype: torch.dtype) -> ScoreBiasFunction:
-        """b_h[bucket(i − j)], in the dtype of the weight, or float32 if that is wider."""
+        """b_h[bucket(i − j)], in the dtype of the weight, or float32 if that is wider. Not called with `shared`."""
+        assert self.weight is not None
         buckets = self._constants.tensor(self.by_offset, torch.int64, layout.positions.device)
         limit = self.max_distance
         by_offset = at_least_float32(self.weight)[:, buckets]
