@@ -37,8 +37,9 @@ from heddle.conversion.heal import (
 from heddle.conversion.weights import CalibrationText
 from heddle.data.corpus import Corpus, prepare_corpus
 from heddle.lab.search.goals import parse_goals
+from heddle.lab.search.plan import SearchInput, search_tokens
 from heddle.lab.search.scores import Evaluator, Replacement
-from heddle.lab.search.search import Search, SearchInput, mean_and_half, search_tokens
+from heddle.lab.search.search import Search, mean_and_half
 from heddle.lab.search.solve import Choice, FloatArray
 from heddle.numerics.dispatch import count_flops
 from heddle.runtime import hardware

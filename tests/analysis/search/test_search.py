@@ -18,6 +18,7 @@ from scipy.stats import spearmanr
 from heddle.cli.main import run_command
 from heddle.conversion import mixer_replacement
 from heddle.conversion.convert import FolderWeights, open_source
+from heddle.conversion.fit import fit_mixer
 from heddle.conversion.heal import calibration_from_corpus, convert_and_heal
 from heddle.conversion.weights import CalibrationText, build_model
 from heddle.data.corpus import prepare_corpus
@@ -280,11 +281,10 @@ def test_a_search_is_timed_by_a_few_steps_of_each_kind(
 ) -> None:
     """Also with a default search, which tries every recurrence."""
     taken: list[int] = []
-    fit = mixer_replacement.fit_mixer
 
     def counted(*arguments: Any) -> Any:
         taken.append(arguments[2].steps)
-        return fit(*arguments)
+        return fit_mixer(*arguments)
 
     monkeypatch.setattr(mixer_replacement, "fit_mixer", counted)
     with quiet():
