@@ -353,6 +353,26 @@ def test_an_encoder_without_a_head_has_their_hidden_states(family: str, tmp_path
         torch.testing.assert_close(base.double()(tokens).last_hidden_state, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_missing_head_is_none_whatever_the_config_names(
+    family: str, named: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As sentence encoders lie: trained without the head of the model whose config they keep."""
+    base, folder = headless_encoder(family, tmp_path / "theirs")
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("architectures") == [ENCODERS[family]]
+    named_class = {"architectures": [families()[family].architecture]} if named else {}
+    (folder / "config.json").write_text(json.dumps(config | named_class))
+    tokens = torch.randint(3, 90, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want, got = base(tokens).last_hidden_state, load(folder).model.double()(tokens)[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 if family == "modernbert" else 1e-10)
+    assert f"has no language head, so it is read as {ENCODERS[family]}" in capsys.readouterr().err
+    lazy = LazyCheckpoint(folder)
+    assert {*lazy.specs} == {name for name, _ in load(folder).model.named_parameters()}
+
+
 @pytest.mark.parametrize(
     "plant",
     [result(loading._without_wrappers, lambda name: name + "x"), result(TensorNames.__call__, lambda name: name[1:])],

@@ -69,11 +69,11 @@ def load(
     source = str(checkpoint.folder / CONFIG_FILE)
     family = family_of(checkpoint.config, source)
     noted: list[str] = []
-    design = original_design(checkpoint.config, family, source, noted)
-    _print_notes(noted, family, source)
-    if (modules := path / MODULES_FILE).is_file():
-        print_status(f"noted: {modules}: what follows the transformer, such as pooling, is not read")
     try:
+        design = folder_design(checkpoint, family, source, noted)
+        _print_notes(noted, family, source)
+        if (modules := path / MODULES_FILE).is_file():
+            print_status(f"noted: {modules}: what follows the transformer, such as pooling, is not read")
         design = with_stored_modules(design, family, checkpoint)
         model = build(design, device="meta")
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 63 bits
@@ -120,6 +120,31 @@ def original_design(
             return stored
         print_status(f"warning: {source}: was changed after the export, so the design stored in it is not used")
     return design
+
+
+def folder_design(
+    checkpoint: SafetensorsFolder, family: Family, source: str, noted: list[str] | None = None
+) -> ModelConfig:
+    """`original_design` of a folder. A masked language model whose head is not there is read as its base class.
+
+    Sentence encoders are trained without the head, and keep the config of the model that they began as.
+    """
+    design = original_design(checkpoint.config, family, source, noted)
+    base = family.architecture.replace("ForMaskedLM", "Model")
+    if base == family.architecture or checkpoint.config.get("architectures") not in (None, [family.architecture]):
+        return design
+    config = checkpoint.config | {"architectures": [base]}
+    headless, weight_map = (
+        original_design(config, family, source),
+        build_weight_map(family, build(design, device="meta")),
+    )
+    own = stored_names(weight_map, checkpoint.tensor_specs(), checkpoint.label)
+    for rule in weight_map.rules.values():
+        if parameter_name(rule.parameters[0]).startswith("head.") and rule.hf_name in own:
+            return design
+    print_status(f"noted: {checkpoint.folder}: has no language head, so it is read as {base}")
+    checkpoint.config = config
+    return headless
 
 
 def with_stored_modules(design: ModelConfig, family: Family, checkpoint: SafetensorsFolder) -> ModelConfig:
@@ -429,7 +454,7 @@ class LazyCheckpoint:
         self.checkpoint = SafetensorsFolder(folder)
         source = str(folder / CONFIG_FILE)
         self.family = family_of(self.checkpoint.config, source)
-        design = original_design(self.checkpoint.config, self.family, source)
+        design = folder_design(self.checkpoint, self.family, source)
         self.design: ModelConfig = with_stored_modules(design, self.family, self.checkpoint)
         self._model = build(self.design, device="meta")
         self._weight_map = build_weight_map(self.family, self._model)
