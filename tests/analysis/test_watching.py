@@ -14,10 +14,11 @@ from heddle.lab.pages.runs import watch_page
 from heddle.lab.runs import FolderFollower, RunFollower, Sample, downsampled, write_sample
 from heddle.model.decoder import build
 from heddle.model.load_config import load_config
+from heddle.storage.file_io import write_json_file
 from heddle.storage.lock import RunLock, is_locked
 from heddle.storage.manifest import LogPosition
 from heddle.storage.model import save
-from heddle.storage.run_log import LOG_FILE, LogReader, RunLog
+from heddle.storage.run_log import FINAL_FILE, LOG_FILE, LogReader, RunLog
 from heddle.tokenization.tokenizer import Tokenizer
 from tests import small
 from tests.analysis.test_runs import write_run
@@ -80,9 +81,25 @@ def test_a_run_is_followed_while_it_trains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("steps", "status"), [(2, "finished"), (4, "stopped"), (None, "ended")])
 def test_a_run_that_does_not_train_is_finished_or_stopped(tmp_path: Path, steps: int | None, status: str) -> None:
-    watched = RunFollower(write_run(tmp_path / "run", [4.0, 3.0], steps=steps), "run").follow()
+    run = write_run(tmp_path / "run", [4.0, 3.0], steps=steps)
+    watched = RunFollower(run, "run").follow()
     assert watched.status == status
     assert status in Page(watch_page([watched])).text().split()
+    for step, after in ((1, status), (2, "finished")):  # of an earlier end, and of this one, as a task is learned early
+        write_json_file(run / FINAL_FILE, {"step": step, "final_bits_per_byte": 3.0})
+        assert RunFollower(run, "run").follow().status == after
+    (run / FINAL_FILE).write_text("{", encoding="utf-8")
+    assert FINAL_FILE in RunFollower(run, "run").follow().error
+
+
+def test_a_task_s_loss_stands_apart_from_its_accuracy(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [4.0, 3.0])
+    log = RunLog(run)
+    log.resume(LogPosition())
+    log.write({"step": 1, "tokens": 100, "loss": 3.5, "validation_accuracy": 0.25, "seconds": 1.0})
+    log.close()
+    figures = Page(watch_page([RunFollower(run, "run").follow()])).text()
+    assert figures.index("accuracy") < figures.index("loss on answers")
 
 
 def test_a_curve_keeps_its_peaks() -> None:

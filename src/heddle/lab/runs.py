@@ -192,7 +192,8 @@ class WatchedRun:
 
     name: of its folder. metric: bits_per_byte, accuracy or loss. curves: "smoothed", "raw" and "validation" of the
     metric; "rate"; "norm" (of the gradient, smoothed) and "raw_norm"; "speed" (tokens per second); "memory" (bytes).
-    speed: of the last 100 steps. is_training: whether a process holds its folder. experts: of the latest steps, or
+    speed: of the last 100 steps. is_training: whether a process holds its folder. is_evaluated: whether it was
+    evaluated after its last step: a task that is learned early ends before `steps`. experts: of the latest steps, or
     None. error: why its files cannot be read, or "".
     """
 
@@ -204,16 +205,19 @@ class WatchedRun:
     curves: dict[str, Curve] = field(default_factory=dict)
     speed: float | None = None
     is_training: bool = False
+    is_evaluated: bool = False
     experts: RouterSummary | None = None
     sample: Sample | None = None
     error: str = ""
 
     @property
     def status(self) -> str:
-        """Training, finished (all steps are done), stopped (some are missing), or ended, if their number is unknown."""
-        if self.is_training or self.steps is None:
-            return "training" if self.is_training else "ended"
-        return "finished" if self.step >= self.steps else "stopped"
+        """Training, finished (all steps are done, or it was evaluated at its end), stopped, or, if unknown, ended."""
+        if self.is_training:
+            return "training"
+        if self.is_evaluated or (self.steps is not None and self.step >= self.steps):
+            return "finished"
+        return "ended" if self.steps is None else "stopped"
 
     @property
     def seconds_left(self) -> float | None:
@@ -239,13 +243,12 @@ class RunFollower:
             if self._settings is None:
                 self._settings = read_json_file(self.run / RUN_FILE).get("settings") or {}
             is_new = self._log.read()
+            sample, is_training = self._newest_sample(), is_locked(self.run)
+            before = self._latest
+            if is_new or before.error or (before.is_training, before.sample) != (is_training, sample):
+                self._latest = self._read(is_training, sample)
         except CheckpointError as error:
             self._latest = WatchedRun(self.name, error=str(error))
-            return self._latest
-        sample, is_training = self._newest_sample(), is_locked(self.run)
-        before = self._latest
-        if is_new or before.error or (before.is_training, before.sample) != (is_training, sample):
-            self._latest = self._read(is_training, sample)
         return self._latest
 
     def _newest_sample(self) -> Sample | None:
@@ -281,6 +284,7 @@ class RunFollower:
             },
             speed=log_speed(lines, RATE_STEPS),
             is_training=is_training,
+            is_evaluated=_final(self.run, last.get("step", 0), metric) is not None,
             experts=average_router_summaries(chosen) if chosen else None,
             sample=sample,
         )

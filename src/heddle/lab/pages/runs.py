@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,7 +127,7 @@ def watch_page(runs: Sequence[WatchedRun], revision: int | None = None, scripts:
     styles = styles_of([run.name for run in runs])
     readable = [run for run in runs if not run.error]
     shown = readable[:MAX_WATCHED_LINES]
-    charts = [(metric, _loss_note(metric), _loss_figure(shown, metric, styles)) for metric in _metrics(shown)]
+    charts = [chart for metric in _metrics(shown) for chart in _loss_charts(shown, metric, styles)]
     for title, name, behind, tick_format, note in CHARTS:
         if any(run.curves.get(name) for run in shown):
             pairs = [(run, [(name, False)] + ([(behind, True)] if behind else [])) for run in shown]
@@ -152,17 +152,21 @@ def _metrics(runs: Sequence[WatchedRun]) -> list[str]:
     return sorted({run.metric for run in runs if run.curves.get("raw") or run.curves.get("validation")})
 
 
-def _loss_note(metric: str) -> str:
-    task = "The training curve is the loss on answers. " if metric == "accuracy" else ""
-    return (
-        f"{task}Each step is pale. The line is the mean of the steps so far, each weighing 0.9 times the next. "
-        "Markers are held-out text. Higher values in the first tenth are drawn at the edge."
-    )
-
-
-def _loss_figure(runs: Sequence[WatchedRun], metric: str, styles: dict[str, DesignStyle]) -> Figure:
-    curves = [("smoothed", False), ("raw", True), ("validation", False)]
-    return _figure([(run, curves) for run in runs if run.metric == metric], metric, styles)
+def _loss_charts(
+    runs: Sequence[WatchedRun], metric: str, styles: dict[str, DesignStyle]
+) -> Iterator[tuple[str, str, Figure]]:
+    """Title, note and figure of each chart of a metric: a task's accuracy and its loss on answers stand apart."""
+    own = [run for run in runs if run.metric == metric]
+    pale = "Each step is pale. The line is the mean of the steps so far, each weighing 0.9 times the next. "
+    edge = "Higher values in the first tenth are drawn at the edge."
+    training, held_out = [("smoothed", False), ("raw", True)], [("validation", False)]
+    if metric == "accuracy":
+        yield metric, "On held-out tasks.", _figure([(run, held_out) for run in own], metric, styles)
+        loss = "loss on answers"
+        yield loss, f"In training. {pale}{edge}", _figure([(run, training) for run in own], loss, styles)
+    else:
+        note = f"{pale}Markers are held-out text. {edge}"
+        yield metric, note, _figure([(run, training + held_out) for run in own], metric, styles)
 
 
 def _figure(
