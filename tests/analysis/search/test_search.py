@@ -274,6 +274,8 @@ def test_what_a_search_refuses(workspace: Path, finished: Search, tmp_path: Path
         assert sum((late.given.folder / item.file_name).is_file() for item in late.items) == 1  # it ends after a fit
         with pytest.raises(CheckpointError, match="another search"):
             Search(given(workspace, finished.given.folder, only=("kv_heads=1",)))
+        with pytest.raises(CheckpointError, match="another search"):  # before anything is timed
+            expected_seconds(given(workspace, finished.given.folder, only=("kv_heads=1",)))
 
 
 def test_a_search_is_timed_by_a_few_steps_of_each_kind(

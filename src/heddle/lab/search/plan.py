@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from heddle.conversion.convert import ConversionSource
 from heddle.conversion.targets import parse_rewrite
 from heddle.conversion.weights import CalibrationText, Weights
 from heddle.data.corpus import Corpus
-from heddle.errors import ConfigError
+from heddle.errors import CheckpointError, ConfigError
 from heddle.lab.compare.budget import TimeBudget, format_seconds
 from heddle.lab.conversion.budget import least_calibration, text_of_size
 from heddle.lab.search.goals import (
@@ -26,11 +27,14 @@ from heddle.lab.search.goals import (
     decode_speed,
     recall_rows,
 )
-from heddle.lab.search.scores import Evaluator, Replacements, chosen_targets, fit_seconds, saved_costs
+from heddle.lab.search.scores import Evaluator, Replacement, Replacements, chosen_targets, fit_seconds, saved_costs
 from heddle.lab.search.solve import FloatArray, ScoreTable, solve
 from heddle.model.config import ModelConfig
 from heddle.progress import format_duration, print_status, progress_bar
+from heddle.storage.file_io import read_json_file
+from heddle.storage.run_log import first_difference
 
+SEARCH_FILE = "search.json"
 SCORE_TOKENS, CHECK_TOKENS = 2**12, 2**14  # at most
 TIMED_TOKENS = 2**13  # of the part of a text on which fits are timed
 CHECKED_PAIRS = 60
@@ -170,17 +174,30 @@ class SearchInput:
     timer: DecodeTimer = decode_speed
 
 
+def checked_identity(given: SearchInput, items: Sequence[Replacement]) -> dict[str, Any]:
+    """What a search is recognized by in its folder. Raises CheckpointError if the folder has another search."""
+    texts = [{"sha256": text.sha256, "tokens": text.tokens} for text in split_text(given.text)]
+    names = [item.file_name for item in items]
+    identity = {"source": given.source.weights_sha256, "texts": texts, "replacements": names} | given.text.rows.record()
+    path = given.folder / SEARCH_FILE
+    if path.is_file() and (difference := first_difference(read_json_file(path), identity)):
+        raise CheckpointError(f"{path.parent}: has another search: {difference}; remove it, or choose another name")
+    return identity
+
+
 def expected_seconds(given: SearchInput) -> tuple[Plan, float]:
     """Print and return what a search tries, and about how many seconds it takes, without the fits in its folder.
 
     Of each kind of replacement one is fitted with a few steps, and a whole model is read, on a part of the text. Raises
-    ConfigError for goals that no choice meets, or if the budget leaves less time.
+    ConfigError for goals that no choice meets, or if the budget leaves less time, and CheckpointError if the folder has
+    another search.
     """
     source, (fit, score, check) = given.source.weights, split_text(given.text)
     part = _beginning(fit, max(TIMED_TOKENS, least_calibration(source.design, given.sequence_length)))
     targets = chosen_targets(source.design, given.sequence_length, given.only)
     planned = part if sizes_on_text(targets) else text_of_size(fit.tokens, given.sequence_length)
     plan = Plan(source, planned, given.goals, given.only, given.keep, given.sequence_length)
+    checked_identity(given, plan.items)
     for target, reason in plan.replacements.left_out.items():
         print_status(f"search: without {target}: {reason}")
     seconds = 0.0

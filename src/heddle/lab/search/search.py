@@ -13,7 +13,7 @@ import numpy as np
 
 from heddle.conversion.rewrites.layerwise import Layerwise
 from heddle.data.samples import Batch
-from heddle.errors import CheckpointError, ConfigError
+from heddle.errors import ConfigError
 from heddle.lab.compare.budget import format_seconds
 from heddle.lab.compare.statistics import seed_half_width
 from heddle.lab.search.goals import (
@@ -26,8 +26,10 @@ from heddle.lab.search.plan import (
     CHECKED_PAIRS,
     FRONTIER_POINTS,
     REFINEMENTS,
+    SEARCH_FILE,
     Plan,
     SearchInput,
+    checked_identity,
     split_text,
 )
 from heddle.lab.search.results import (
@@ -63,7 +65,6 @@ from heddle.lab.search.solve import (
 )
 from heddle.progress import print_status, progress_bar
 from heddle.storage.file_io import read_json_file, write_json_file
-from heddle.storage.run_log import first_difference
 from heddle.training.evaluation.loss_profile import frequency_groups, position_edges, token_frequencies
 from heddle.training.evaluation.scores import correct_predictions
 
@@ -79,20 +80,7 @@ class Search(Plan):
         super().__init__(given.source.weights, self.fit, given.goals, given.only, given.keep, given.sequence_length)
         self.tried: list[TriedChoice] = []
         self._values: dict[Goal, list[float]] = {goal: [] for goal in self.measured_goals}
-        self._check_folder()
-
-    def _check_folder(self) -> None:
-        """Raises CheckpointError if the folder has another search."""
-        path = self.given.folder / "search.json"
-        texts = [{"sha256": text.sha256, "tokens": text.tokens} for text in (self.fit, self.score, self.check)]
-        identity = {
-            "source": self.given.source.weights_sha256,
-            "texts": texts,
-            "replacements": [item.file_name for item in self.items],
-        } | self.fit.rows.record()
-        if path.is_file() and (difference := first_difference(read_json_file(path), identity)):
-            raise CheckpointError(f"{path.parent}: has another search: {difference}; remove it, or choose another name")
-        write_json_file(path, identity)
+        write_json_file(given.folder / SEARCH_FILE, checked_identity(given, self.items))
 
     @cached_property
     def scoring(self) -> Evaluator:
